@@ -1,0 +1,174 @@
+"""Law `master`: the optimizer is given what was accumulated, cast to its dtype; padding is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradtrace.analysis.align import Event
+from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, zeros
+from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses
+from gradtrace.analysis.laws.accumulate import last_of_step_before, shard, shards_of
+from gradtrace.analysis.laws.common import (
+    Lack,
+    Place,
+    Scene,
+    check,
+    coarsest,
+    largest_before,
+    simple_finding,
+)
+from gradtrace.trace.dtypes import Dtype
+from gradtrace.trace.spans import PADDING
+
+LAW = "master"
+_Parts = list[tuple[str, Estimate]]
+
+
+def check_padding(scene: Scene) -> None:
+    """Check that elements of no parameter are exactly zero."""
+    for rank in scene.ranks:
+        if scene.alignment.header(rank).points["master_grad"] != "recorded":
+            continue
+        for event in scene.alignment.events(scene.step, None, "master_grad", rank, PADDING):
+            for span in event.spans:
+                values = scene.alignment.fetch(event, span)
+                wrong = np.nonzero(~(values == 0))[0]
+                if not len(wrong):
+                    scene.ledger.passed(LAW)
+                    continue
+                value = float(values[wrong[0]])
+                finite = bool(np.isfinite(values).all())
+                place = Place(LAW, scene.step, None, rank, None, "master_grad")
+                detail = (
+                    f"{len(wrong)} elements of padding in {event.record.unit} are not zero "
+                    f"(the first, at {span.flat_offset + int(wrong[0])} of the flat buffer, is "
+                    f"{value:.6g}): they enter the norm and the optimizer."
+                )
+                cause = "partly_overwritten" if finite else "non_finite"
+                simple_finding(scene, place, cause, detail, expected=0.0, found=value)
+
+
+def check_param(scene: Scene, param: int) -> None:
+    """Check what the optimizer is given for one parameter, on every rank."""
+    for rank in scene.ranks:
+        lack = scene.lack("master_grad", None, rank)
+        if lack is not None:
+            scene.ledger.lack(LAW, lack)
+            continue
+        events = scene.alignment.events(scene.step, None, "master_grad", rank, param)
+        if not events and scene.alignment.own_spans(rank, param):
+            if scene.alignment.step_end(scene.step, rank).facts.get("overflow"):
+                scene.ledger.lack(LAW, Lack("skip", "the step overflowed"))
+            else:
+                reason = "master_grad has no record, and no gap says why"
+                scene.ledger.lack(LAW, Lack("gap", reason))
+        for event in events:
+            for span in event.spans:
+                start, stop = span.param_offset, span.param_offset + span.numel
+                _check_span(scene, event, start, stop)
+
+
+def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
+    terms = _terms(scene, event, start, stop)
+    if isinstance(terms, Lack):
+        scene.ledger.lack(LAW, terms)
+        return
+    parts, middle = terms
+    record = event.record
+    found = scene.alignment.cut(event, start, stop)
+    assert found is not None
+    estimate = zeros(stop - start)
+    if len(parts) == 1:
+        estimate = cast(parts[0][1], middle, event.dtype)
+    elif parts:
+        estimate = cast(add_up([part for _, part in parts], middle), middle, event.dtype)
+    place = Place(LAW, scene.step, None, record.rank, event.param, "master_grad", start)
+    context = scene.context(place, coarsest(middle, event.dtype), event.dtype)
+    design = Design("micro_step", tuple((label, part.value) for label, part in parts))
+
+    def hypotheses() -> Iterator[Hypothesis]:
+        before = last_of_step_before(scene, event, start, stop)
+        shards = shards_of(scene, record.rank, event.param, record.order)
+        pieces: list[tuple[int, Estimate]] = []
+        for one in () if isinstance(shards, Lack) else shards.events[shards.restart :]:
+            piece = shard(scene, one, start, stop, event.dtype)
+            if piece is not None and one.record.micro_step is not None:
+                pieces.append((one.record.micro_step, piece))
+        if len(pieces) > 1 or before is not None:
+            yield from micro_step_hypotheses(context, pieces, before=before)
+        yield from _swapped(scene, event, stop - start)
+
+    check(
+        scene,
+        place,
+        found,
+        estimate,
+        context=context,
+        designs=[design] if len(parts) > 1 else [],
+        hypotheses=hypotheses,
+    )
+
+
+def _terms(scene: Scene, event: Event, start: int, stop: int) -> tuple[_Parts, Dtype] | Lack:
+    """Return what the optimizer should be given, in parts, and the dtype they are added in."""
+    alignment, rank, order = scene.alignment, event.record.rank, event.record.order
+    shards = shards_of(scene, rank, event.param, order)
+    status = alignment.header(rank).points["accumulated"]
+    last: Event | None = None
+    if status == "recorded":
+        gaps = alignment.gaps(scene.step, "accumulated", param=event.param, ranks=(rank,))
+        if gaps:
+            return Lack("gap", f"accumulated was lost ({gaps[0].reason})")
+        events = alignment.step_events(scene.step, "accumulated", rank, event.param)
+        last = largest_before(events, order)
+    if last is None and scene.partial:
+        return Lack("skip", "the step was wrapped in the middle")
+    parts: _Parts = []
+    middle = event.dtype
+    after = -1
+    if last is not None:
+        values = alignment.cut(last, start, stop)
+        if values is None:
+            return Lack("gap", "accumulated holds other elements than master_grad")
+        parts.append(("what was accumulated", exact(values)))
+        middle, after = last.dtype, last.record.order
+    if isinstance(shards, Lack):
+        if last is not None and shards.kind == "skip":
+            return parts, middle  # the buffer is the whole story
+        return shards
+    if last is None and not shards.events:
+        return _nothing(scene, rank, event.param, middle)
+    for one in shards.between(after, order):
+        accumulation = scene.settings_dtypes(rank, "grad_accum_dtype")
+        dtype = last.dtype if last is not None else coarsest(one.dtype, *accumulation)
+        piece = shard(scene, one, start, stop, dtype)
+        if piece is None:
+            return Lack("gap", "the shards hold other elements than master_grad")
+        middle = dtype
+        parts.append((f"micro-step {one.record.micro_step}", piece))
+    return parts, middle
+
+
+def _nothing(scene: Scene, rank: int, param: int, dtype: Dtype) -> tuple[_Parts, Dtype] | Lack:
+    """Return no parts for a parameter without any gradient, if the trace bears that out."""
+    for micro_step in scene.micro_steps:
+        events = scene.alignment.events(scene.step, micro_step, "bucket", rank, param)
+        if events:
+            return Lack("gap", "what was reduced has no record, and no gap says why")
+    return [], dtype
+
+
+def _swapped(scene: Scene, event: Event, numel: int) -> Iterator[Hypothesis]:
+    """Propose that another parameter's accumulated gradient is given here."""
+    alignment, record = scene.alignment, event.record
+    for parameter in alignment.captured():
+        if parameter.index == event.param:
+            continue
+        events = alignment.step_events(scene.step, "accumulated", record.rank, parameter.index)
+        for span in events[-1].spans if events else ():
+            if span.numel == numel:
+                values = alignment.fetch(events[-1], span)
+                words = f"The optimizer is given the gradient of {parameter.name} here."
+                yield Hypothesis("swapped", words, exact(values))

@@ -1,0 +1,185 @@
+"""Law `pack`: what enters the collective is the rank's own gradient, cast to the bucket's dtype.
+
+A ``bucket`` span = ``local_accum`` where there is one for the parameter, else the ``local_grad`` of the
+micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gradtrace.analysis.align import Event
+from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, zeros
+from gradtrace.analysis.hypotheses import Hypothesis, micro_step_hypotheses
+from gradtrace.analysis.laws.accumulate_local import gradient
+from gradtrace.analysis.laws.common import (
+    Lack,
+    Place,
+    Scene,
+    check,
+    coarsest,
+    largest_before,
+    last_of_previous,
+)
+from gradtrace.trace.dtypes import Dtype
+
+LAW = "pack"
+MOST_PEERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Hold what a bucket should contain: parts by micro-step, and the dtype they were added in."""
+
+    estimate: Estimate
+    parts: tuple[tuple[int, Estimate], ...]
+    dtype: Dtype
+
+
+def check_param(scene: Scene, param: int) -> None:
+    """Check every bucket that holds one parameter, on every rank."""
+    for rank in scene.ranks:
+        lack = scene.lack("bucket", None, rank, param)
+        if lack is not None:
+            scene.ledger.lack(LAW, lack)
+            continue
+        for micro_step in scene.micro_steps:
+            events = scene.alignment.events(scene.step, micro_step, "bucket", rank, param)
+            for event in events:
+                for span in event.spans:
+                    _check_span(scene, event, span.param_offset, span.param_offset + span.numel)
+
+
+def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
+    source = _source(scene, event, start, stop)
+    if isinstance(source, Lack):
+        scene.ledger.lack(LAW, source)
+        return
+    record = event.record
+    found = scene.alignment.cut(event, start, stop)
+    assert found is not None
+    place = Place(LAW, scene.step, record.micro_step, record.rank, event.param, "bucket", start)
+    context = scene.context(place, source.dtype, event.dtype)
+
+    def hypotheses() -> Iterator[Hypothesis]:
+        earlier = largest_before(
+            scene.alignment.step_events(scene.step, "bucket", record.rank, event.param),
+            record.order,
+        )
+        if earlier is None:
+            earlier = last_of_previous(scene, event)
+        stale = None if earlier is None else scene.alignment.cut(earlier, start, stop)
+        before = None if stale is None else exact(stale)
+        yield from micro_step_hypotheses(context, source.parts)
+        if before is not None:
+            words = f"{context.point} still holds what entered the collective before."
+            yield Hypothesis("stale", words, before)
+        yield from _swapped(scene, event, start, stop)
+
+    check(scene, place, found, source.estimate, context=context, hypotheses=hypotheses)
+
+
+def _source(scene: Scene, event: Event, start: int, stop: int) -> _Source | Lack:
+    alignment, record = scene.alignment, event.record
+    rank, param, micro_step = record.rank, event.param, record.micro_step
+    assert micro_step is not None
+    status = alignment.header(rank).points["local_accum"]
+    taken = largest_before(alignment.step_events(scene.step, "bucket", rank, param), record.order)
+    since = -1 if taken is None else taken.record.order
+    again = len(alignment.events(scene.step, micro_step, "bucket", rank, param)) > 1
+    if status == "recorded":
+        gaps = alignment.gaps(scene.step, "local_accum", param=param, ranks=(rank,))
+        if gaps:
+            return Lack("gap", f"local_accum was lost ({gaps[0].reason})")
+        base = largest_before(
+            alignment.step_events(scene.step, "local_accum", rank, param), record.order
+        )
+        if base is not None and base.record.order > since:
+            return _from_buffer(scene, event, base, start, stop)
+    if again:
+        return _one_occurrence(scene, event, start, stop)
+    first = micro_step
+    if status == "not_planned":
+        if taken is not None:
+            return Lack("skip", "local_accum is not_planned: what was carried is not known")
+        if scene.partial:
+            return Lack("skip", "the step was wrapped in the middle")
+        first = 0
+    return _from_gradients(scene, event, range(first, micro_step + 1), start, stop, None)
+
+
+def _from_buffer(scene: Scene, event: Event, base: Event, start: int, stop: int) -> _Source | Lack:
+    values = scene.alignment.cut(base, start, stop)
+    if values is None:
+        return Lack("gap", "local_accum holds other elements than the bucket")
+    assert base.record.micro_step is not None and event.record.micro_step is not None
+    estimate = cast(exact(values), base.dtype, event.dtype)
+    held = (base.record.micro_step, estimate)
+    later = range(base.record.micro_step + 1, event.record.micro_step + 1)
+    if not later:
+        return _Source(estimate, (held,), coarsest(base.dtype, event.dtype))
+    return _from_gradients(scene, event, later, start, stop, held)
+
+
+def _from_gradients(
+    scene: Scene,
+    event: Event,
+    micro_steps: range,
+    start: int,
+    stop: int,
+    held: tuple[int, Estimate] | None,
+) -> _Source | Lack:
+    parts = [] if held is None else [held]
+    dtypes = [event.dtype]
+    for micro_step in micro_steps:
+        gradients = scene.gradients(micro_step, event.record.rank, event.param)
+        if isinstance(gradients, Lack):
+            return gradients
+        if gradients:
+            parts.append((micro_step, gradient(scene, gradients, start, stop, event.dtype)))
+            if len(gradients) > 1 or len(micro_steps) > 1:
+                dtypes.append(gradients[0].dtype)
+    dtype = coarsest(*dtypes)
+    if not parts:
+        return _Source(zeros(stop - start), (), dtype)
+    if len(parts) == 1:
+        return _Source(parts[0][1], tuple(parts), dtype)
+    return _Source(add_up([part for _, part in parts], dtype), tuple(parts), dtype)
+
+
+def _one_occurrence(scene: Scene, event: Event, start: int, stop: int) -> _Source | Lack:
+    """Match several reductions of one micro-step with as many occurrences of the gradient."""
+    record = event.record
+    assert record.micro_step is not None
+    events = scene.alignment.events(
+        scene.step, record.micro_step, "bucket", record.rank, event.param
+    )
+    gradients = scene.gradients(record.micro_step, record.rank, event.param)
+    if isinstance(gradients, Lack):
+        return gradients
+    if len(gradients) != len(events):
+        return Lack("skip", "reduced several times in one micro-step")
+    at = events.index(event)
+    estimate = gradient(scene, gradients[at : at + 1], start, stop, event.dtype)
+    return _Source(estimate, ((record.micro_step, estimate),), event.dtype)
+
+
+def _swapped(scene: Scene, event: Event, start: int, stop: int) -> Iterator[Hypothesis]:
+    """Propose that another parameter of the same bucket stands here."""
+    alignment, record = scene.alignment, event.record
+    layout = alignment.trace.layout(record)
+    peers = [
+        span
+        for span in layout
+        if span.param not in (event.param, -1) and span.numel == stop - start
+    ]
+    for span in peers[:MOST_PEERS]:
+        events = alignment.events(scene.step, record.micro_step, "bucket", record.rank, span.param)
+        twin = next((other for other in events if other.record == record), None)
+        if twin is None:
+            continue
+        source = _source(scene, twin, span.param_offset, span.param_offset + span.numel)
+        if not isinstance(source, Lack):
+            name = scene.name(span.param)
+            yield Hypothesis("swapped", f"The bucket holds {name} here.", source.estimate)

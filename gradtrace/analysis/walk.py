@@ -1,0 +1,100 @@
+"""Follow what is known of two runs' weights from step to step.
+
+Until something differs, both runs provably begin each step with the same weights, and their local
+gradients must be the same. After a difference within rounding they must not: it grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gradtrace.analysis.compare import Outcome, Step
+from gradtrace.analysis.judging import ratio
+from gradtrace.analysis.results import Growth
+from gradtrace.analysis.sides import Side
+from gradtrace.trace.records import Json
+
+
+@dataclass
+class Walk:
+    """Hold what is known of the two runs as the steps go by.
+
+    Attributes:
+        counts, growth, notes: what `results.DiffResult` will hold.
+        same_start: nothing that was recorded before the step differs, so its weights are equal.
+        drifted: earlier differences explain that they are not.
+        last: the step before, or ``None``.
+        unsure: something could not be compared, or not be judged.
+        by_size: something is called rounding because of its size alone.
+        widest: the largest relative difference that rounding explains, and where.
+        first: the first divergence.
+        story: a cause and a sentence for it, should no law be broken.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    growth: list[Growth] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    same_start: bool = True
+    drifted: bool = False
+    last: int | None = None
+    unsure: bool = False
+    by_size: bool = False
+    widest: tuple[float, str] = (0.0, "")
+    first: Outcome | None = None
+    story: tuple[str, str] = ("unknown", "")
+
+    def note(self, text: str) -> None:
+        """Add a note once."""
+        self.notes[text] = None
+
+
+def begin(walk: Walk, sides: tuple[Side, Side], step: int) -> None:
+    """Decide what is known of the weights when a step begins."""
+    if walk.last is None:
+        walk.same_start = step == 0 and not any(side.align.partial(step) for side in sides)
+    elif step != walk.last + 1:
+        walk.same_start = False
+
+
+def end(walk: Walk, step: Step) -> None:
+    """Remember whether anything that was recorded of a step differs."""
+    walk.last = step.step
+    facts = [side.align.step_end(step.step, side.align.ranks[0]).facts for side in step.sides]
+    same = True
+    for key in ("lr", "overflow"):
+        one, two = facts[0].get(key), facts[1].get(key)
+        if _plain(one) != _plain(two):
+            same = False
+            walk.note(f"{key} differs from step {step.step} on: {one} against {two}")
+    optimizers = {
+        str(side.align.header(side.align.ranks[0]).effective.get("base_optimizer"))
+        for side in step.sides
+    }
+    counts = step.tally.counts
+    same &= len(optimizers) == 1 and not counts["rounding"] and not counts["diverged"]
+    walk.drifted |= not same
+    walk.same_start = same and counts["equal"] > 0 and not step.partial and not step.tally.lost
+
+
+def _plain(fact: Json) -> Json:
+    """Return a fact so that one learning rate in two groups is the same as in one."""
+    return sorted(set(map(str, fact))) if isinstance(fact, list) else fact
+
+
+def growth_of(step: Step) -> Growth:
+    """Return how far apart the runs are at a step."""
+    local = [entry for entry in step.tally.samples if entry.point == "local_grad"]
+    apart = math.fsum(entry.apart for entry in local)
+    mine = math.fsum(entry.mine for entry in local)
+    masters = step.tally.masters
+    return Growth(
+        step=step.step,
+        local_grad=ratio(apart, mine) if local else None,
+        master_grad=(
+            ratio(math.fsum(m[2] for m in masters), math.fsum(m[0] for m in masters))
+            if masters
+            else None
+        ),
+    )

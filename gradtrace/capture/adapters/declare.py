@@ -1,0 +1,146 @@
+"""Define the vocabulary that adapters are declared in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gradtrace.capture.snapshot import Piece, Sighting
+
+Owner = Literal["optimizer", "engine", "base_optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Hold the engine, its optimizer, and the parameter table by object identity.
+
+    Attributes:
+        engine, optimizer: DeepSpeed's, live.
+        names: parameter names in table order.
+        index: ``id(parameter)`` -> index in the table.
+        parameters: the parameters themselves, in table order.
+        shapes: full shapes, in table order.
+        aliases: further names of each parameter.
+    """
+
+    engine: Any
+    optimizer: Any
+    names: tuple[str, ...]
+    index: Mapping[int, int]
+    parameters: tuple[torch.nn.Parameter, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    aliases: tuple[tuple[str, ...], ...]
+
+    def owner(self, name: Owner) -> Any:
+        """Return the live object that a probe's method belongs to."""
+        if name == "engine":
+            return self.engine
+        return self.optimizer if name == "optimizer" else self.optimizer.optimizer
+
+    def of(self, parameter: Any) -> int:
+        """Return the table index of a live parameter.
+
+        Raises:
+            KeyError: the optimizer holds a parameter that the module does not.
+        """
+        return self.index[id(parameter)]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Hold one call of a probed method: bound arguments, and the result once it returned."""
+
+    arguments: Mapping[str, Any]
+    result: Any = None
+
+
+Sight = Callable[[Model, Call], Iterable[Sighting]]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Declare one place where a point is seen.
+
+    Attributes:
+        point: the point it records.
+        method: attribute of the owner that is replaced while tracing.
+        when: whether the tensor is looked at before the original runs or after it.
+        sight: finds the live tensors and their pieces.
+        owner: which object has the method.
+        arguments: names that the method's signature must have.
+        attributes: attributes that ``sight`` reads from the optimizer.
+        required: whether a method that is not there stops `wrap`.
+        stream: gives the stream on which the tensor is valid, or ``None`` for the caller's. It must
+            follow the settings: the optimizer may hold a stream that it does not use.
+        source: where in DeepSpeed this was read.
+    """
+
+    point: str
+    method: str
+    when: Literal["before", "after"]
+    sight: Sight
+    source: str
+    owner: Owner = "optimizer"
+    arguments: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    required: bool = True
+    stream: Callable[[Model], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Declare a configuration that is refused by name, never half-traced."""
+
+    found: str
+    applies: Callable[[Model], bool]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Declare one family of ZeRO optimizers.
+
+    Attributes:
+        name: recorded as ``effective.adapter``.
+        optimizer_class: class name, without package.
+        probes: where its points are seen.
+        refusals: what this release does not trace.
+        attributes: optimizer attributes that anything below reads.
+        absent: point -> reason, for points that this optimizer does not have as configured.
+        groups: for each parameter index, the optimizer's parameter group.
+        partitions: unit -> this rank's shard, padding included.
+        carries: whether a parameter's accumulation buffer holds anything now.
+        window_open: whether an accumulation window has begun.
+        dp_group: the data-parallel process group.
+        effective: settings as the optimizer holds them.
+    """
+
+    name: str
+    optimizer_class: str
+    probes: tuple[Probe, ...]
+    refusals: tuple[Refusal, ...]
+    attributes: tuple[str, ...]
+    absent: Callable[[Model], Mapping[str, str]]
+    groups: Callable[[Model], Mapping[int, int]]
+    partitions: Callable[[Model], Mapping[str, tuple[Piece, ...]]]
+    carries: Callable[[Model, torch.nn.Parameter], bool]
+    window_open: Callable[[Model], bool]
+    dp_group: Callable[[Model], Any]
+    effective: Callable[[Model], Mapping[str, Any]]
+
+
+def fill_padding(pieces: Iterable[Piece], numel: int, padding: int) -> tuple[Piece, ...]:
+    """Return pieces sorted by tensor offset, with padding pieces in the holes up to ``numel``."""
+    filled: list[Piece] = []
+    at = 0
+    for piece in sorted(pieces, key=lambda piece: piece.tensor_offset):
+        if piece.tensor_offset > at:
+            filled.append(Piece(padding, 0, at, piece.tensor_offset - at))
+        filled.append(piece)
+        at = piece.tensor_offset + piece.numel
+    if at < numel:
+        filled.append(Piece(padding, 0, at, numel - at))
+    return tuple(filled)

@@ -1,0 +1,331 @@
+"""Recognise a DeepSpeed engine, choose its adapter, resolve every probe before any is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import torch
+
+from gradtrace.capture.adapters.bf16 import BF16
+from gradtrace.capture.adapters.declare import Adapter, Model, Probe, Refusal
+from gradtrace.capture.adapters.zero3 import ZERO3
+from gradtrace.capture.adapters.zero12 import ZERO12
+from gradtrace.errors import NotAnEngineError, ProbeError, UnsupportedEngineError
+
+ADAPTERS: Final = (ZERO12, BF16, ZERO3)
+# What the step clock needs of the engine and of any optimizer.
+ENGINE_METHODS: Final = (
+    "forward",
+    "backward",
+    "step",
+    "is_gradient_accumulation_boundary",
+    "_backward_prologue",
+    "_backward_epilogue",
+)
+OPTIMIZER_METHODS: Final = ("step",)
+
+
+def deepspeed_version() -> str:
+    """Return the installed version, or ``none``."""
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def packages() -> dict[str, str]:
+    """Return the versions that a verdict may depend on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("deepspeed", "numpy", "gradtrace", "transformers", "accelerate", "trl"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse anything but a plain DeepSpeed training engine.
+
+    Raises:
+        NotAnEngineError: it is no DeepSpeed engine.
+        UnsupportedEngineError: it is one without an optimizer, or a pipeline or hybrid engine.
+    """
+    try:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+    except ImportError:
+        raise NotAnEngineError(
+            f"a {type(engine).__name__}, and no deepspeed installed",
+            where="wrap(engine, ...)",
+            expected="the engine that deepspeed.initialize returned",
+            remedy="Install deepspeed, and pass its first return value.",
+        ) from None
+    if not isinstance(engine, DeepSpeedEngine):
+        raise NotAnEngineError(
+            f"a {type(engine).__module__}.{type(engine).__name__}",
+            where="wrap(engine, ...)",
+            expected="the engine that deepspeed.initialize returned",
+            remedy="Pass the first of deepspeed.initialize's return values.",
+        )
+    if type(engine) is not DeepSpeedEngine:
+        refuse(f"a {type(engine).__name__}", "this release traces the plain DeepSpeedEngine only")
+    if engine.optimizer is None:
+        refuse("an engine without an optimizer", "there is no gradient path to trace")
+
+
+def refuse(found: str, reason: str) -> NoReturn:
+    """Raise `UnsupportedEngineError` for a configuration this release does not trace."""
+    raise UnsupportedEngineError(
+        found,
+        where=f"deepspeed {deepspeed_version()}",
+        expected=f"a configuration that can be traced whole; {reason}",
+        remedy="Trace a run without it; docs/coverage.md lists what is traced.",
+    )
+
+
+def _engine_dtype(model: Model) -> torch.dtype | None:
+    return getattr(model.optimizer, "dtype", None)
+
+
+COMMON_REFUSALS: Final = (
+    Refusal(
+        "fp16",
+        lambda m: _engine_dtype(m) == torch.float16,
+        "loss scaling with skipped steps is not in this release",
+    ),
+    Refusal(
+        "torch_autocast",
+        lambda m: bool(_called(m.engine, "torch_autocast_enabled")),
+        "a bucket for each autocast dtype is not in this release",
+    ),
+    Refusal(
+        "sequence parallelism",
+        lambda m: int(getattr(m.optimizer, "sequence_parallel_size", 1) or 1) > 1,
+        "its reductions go over other groups",
+    ),
+    Refusal(
+        "model parallelism (mpu)",
+        lambda m: getattr(m.engine, "mpu", None) is not None,
+        "its gradients are split over another dimension",
+    ),
+    Refusal(
+        "ZenFlow",
+        lambda m: bool(getattr(m.optimizer, "zenflow", False)),
+        "it overrides the reduction",
+    ),
+    Refusal(
+        "DeepCompile",
+        lambda m: bool(_called(m.engine, "is_deepcompile_enabled")),
+        "it removes the hooks that gradients pass through",
+    ),
+)
+
+
+def _called(owner: Any, name: str) -> Any:
+    method = getattr(owner, name, None)
+    return method() if callable(method) else None
+
+
+def build_model(engine: Any) -> Model:
+    """Return the engine's parameter table, by identity.
+
+    Tied weights are one parameter; their further names are aliases.
+    """
+    names: list[str] = []
+    aliases: list[list[str]] = []
+    index: dict[int, int] = {}
+    parameters: list[torch.nn.Parameter] = []
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        known = index.get(id(parameter))
+        if known is not None:
+            aliases[known].append(name)
+            continue
+        index[id(parameter)] = len(names)
+        names.append(name)
+        aliases.append([])
+        parameters.append(parameter)
+    return Model(
+        engine=engine,
+        optimizer=engine.optimizer,
+        names=tuple(names),
+        index=index,
+        parameters=tuple(parameters),
+        shapes=tuple(tuple(getattr(p, "ds_shape", p.shape)) for p in parameters),
+        aliases=tuple(tuple(entry) for entry in aliases),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Hold a probe that was found, with the signature its calls are bound by."""
+
+    probe: Probe
+    owner: Any
+    signature: inspect.Signature
+
+
+def select(model: Model) -> Adapter:
+    """Choose the adapter by the optimizer's class, refusing subclasses and configurations by name.
+
+    Raises:
+        UnsupportedEngineError: no adapter traces this optimizer or configuration.
+    """
+    kind = type(model.optimizer)
+    for adapter in ADAPTERS:
+        family = next((c for c in kind.__mro__ if c.__name__ == adapter.optimizer_class), None)
+        if family is None:
+            continue
+        changed = sorted({p.method for p in adapter.probes if p.owner == "optimizer"} | {"step"})
+        overridden = [
+            name for name in changed if getattr(kind, name, None) is not getattr(family, name, None)
+        ]
+        if overridden:
+            refuse(f"{kind.__name__}", f"it overrides {', '.join(overridden)}")
+        for refusal in (*COMMON_REFUSALS, *adapter.refusals):
+            if refusal.applies(model):
+                refuse(refusal.found, refusal.reason)
+        return adapter
+    refuse(
+        f"optimizer {kind.__name__}", f"known are {', '.join(a.optimizer_class for a in ADAPTERS)}"
+    )
+
+
+def resolve(model: Model, adapter: Adapter) -> tuple[Resolved, ...]:
+    """Find every method and attribute that tracing needs, before anything is replaced.
+
+    Raises:
+        ProbeError: a required one is missing or has another signature.
+    """
+    for name in ENGINE_METHODS:
+        if not callable(getattr(model.engine, name, None)):
+            missing(f"engine.{name}", "the step clock")
+    for name in OPTIMIZER_METHODS:
+        if not callable(getattr(model.optimizer, name, None)):
+            missing(f"optimizer.{name}", "the step clock")
+    for name in adapter.attributes:
+        if not hasattr(model.optimizer, name):
+            missing(f"{adapter.optimizer_class}.{name}", "finding spans")
+    found = (_resolve_probe(model, probe) for probe in adapter.probes)
+    return tuple(resolved for resolved in found if resolved is not None)
+
+
+def _resolve_probe(model: Model, probe: Probe) -> Resolved | None:
+    owner = model.owner(probe.owner)
+    method: Callable[..., Any] | None = getattr(owner, probe.method, None)
+    if method is None and not probe.required:
+        return None
+    if method is None:
+        missing(f"{type(owner).__name__}.{probe.method}", f"point {probe.point}")
+    signature = signature_of(method)
+    for name in probe.arguments:
+        if name not in signature.parameters:
+            missing(f"argument {name} of {probe.method}{signature}", f"point {probe.point}")
+    for name in probe.attributes:
+        if not hasattr(model.optimizer, name):
+            missing(f"{type(model.optimizer).__name__}.{name}", f"point {probe.point}")
+    return Resolved(probe, owner, signature)
+
+
+def signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """Return a bound method's signature, looking through DeepSpeed's profiling decorator.
+
+    ``instrument_w_nvtx`` (deepspeed/utils/nvtx.py, 0.12 to 0.19) replaces a method by
+    ``wrapped_fn(*args, **kwargs)`` without ``functools.wraps``; the method is in its closure.
+    """
+    function = getattr(method, "__func__", method)
+    cells = getattr(function, "__closure__", None) or ()
+    if function.__name__ == "wrapped_fn":
+        inner = [c.cell_contents for c in cells if inspect.isfunction(c.cell_contents)]
+        if len(inner) == 1:
+            return inspect.signature(inner[0].__get__(object()))
+    return inspect.signature(method)
+
+
+def missing(what: str, purpose: str) -> NoReturn:
+    """Raise `ProbeError` for something that the installed DeepSpeed does not have."""
+    raise ProbeError(
+        f"no {what} in deepspeed {deepspeed_version()}",
+        where="wrap(engine, ...), before anything was changed",
+        expected=f"it, for {purpose}",
+        remedy="Use a DeepSpeed release that docs/coverage.md lists, or report this release.",
+    )
+
+
+def engine_settings(model: Model) -> Mapping[str, Any]:
+    """Return what the engine holds, beside what its optimizer does."""
+    engine = model.engine
+    managed = _called(engine, "managed_gradient_accumulation")
+    return {
+        "optimizer": type(model.optimizer).__name__,
+        "base_optimizer": type(getattr(model.optimizer, "optimizer", None)).__name__,
+        "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
+        "managed_gradient_accumulation": True if managed is None else bool(managed),
+        "sequence_parallel_size": 1,
+    }
+
+
+def ds_config(engine: Any) -> dict[str, Any]:
+    """Return the configuration as DeepSpeed was given it."""
+    config = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    return dict(config) if isinstance(config, Mapping) else {}
+
+
+def loss_scale(model: Model) -> float:
+    """Return the loss scale that the optimizer holds; 1 where it has none."""
+    value = getattr(model.optimizer, "loss_scale", None)
+    if value is None:
+        value = getattr(model.optimizer, "cur_scale", None)
+    return 1.0 if value is None else float(value)
+
+
+def step_facts(model: Model, scale: float) -> dict[str, Any]:
+    """Return the step's scalars; ``scale`` is the loss scale before the optimizer changed it."""
+    optimizer, engine = model.optimizer, model.engine
+    return {
+        "loss_scale": scale,
+        "overflow": bool(getattr(optimizer, "overflow", False)),
+        "grad_norm": getattr(optimizer, "_global_grad_norm", None),
+        "clip": float(getattr(optimizer, "clip_grad", 0.0)),
+        "lr": [group.get("lr") for group in optimizer.param_groups],
+        "engine_micro_steps": int(engine.micro_steps),
+        "engine_global_steps": int(engine.global_steps),
+    }
+
+
+def optimizer_boundary(model: Model) -> bool | None:
+    """Return the optimizer's own boundary claim.
+
+    A bool attribute up to 0.18.9, a method in 0.19: its truth value alone would always be true.
+    """
+    claim = getattr(model.optimizer, "is_gradient_accumulation_boundary", None)
+    claim = claim() if callable(claim) else claim
+    return None if claim is None else bool(claim)
+
+
+def patch_initialize(on_engine: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``on_engine`` with every engine that ``deepspeed.initialize`` makes from now on.
+
+    Returns:
+        A function that puts ``deepspeed.initialize`` back.
+    """
+    import deepspeed
+
+    original = deepspeed.initialize
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        on_engine(made[0])
+        return made
+
+    deepspeed.initialize = initialize
+
+    def restore() -> None:
+        if deepspeed.initialize is initialize:
+            deepspeed.initialize = original
+
+    return restore

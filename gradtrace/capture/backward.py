@@ -1,0 +1,278 @@
+"""Watch backward passes begin and end, and measure the seed at the caller's loss.
+
+A backward pass is one call of ``engine.backward``, or one autograd run that starts at an output of
+``engine.forward`` when the caller calls ``loss.backward()`` himself. DeepSpeed divides by the
+accumulation steps in different places in the two cases (0.19.8, runtime/engine.py:3413 and the hook
+at 3177), so the factor across every forward-output hook is measured, not believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from gradtrace.capture.adapters import select
+from gradtrace.capture.adapters.declare import Model
+from gradtrace.capture.clock import StepClock
+from gradtrace.capture.patching import Patches, add_hook
+
+ENGINE_PATH: Final = "engine.backward"
+TENSOR_PATH: Final = "tensor.backward"
+
+
+class Guard(Protocol):
+    """Make a context that keeps exceptions of the observer out of the training."""
+
+    def __call__(self, point: str | None, unit: str | None = None) -> Any:
+        """Return the context."""
+        ...
+
+
+@dataclass(slots=True)
+class _Output:
+    """Hold what is seen of one output tensor's gradient, on both sides of DeepSpeed's hook."""
+
+    scalar: bool
+    value: torch.Tensor | None
+    index: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+
+
+class BackwardWatch:
+    """Drive the clock's micro-steps.
+
+    Args:
+        model: the engine and its optimizer.
+        clock: told of every backward pass, recorded or not.
+        on_begin: called when one begins.
+        on_end: called with the facts of the `loss` record.
+        on_failure: called when one raised; the exception goes on.
+        recording: whether this step is recorded.
+        guard: see `Guard`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        clock: StepClock,
+        *,
+        on_begin: Callable[[], None],
+        on_end: Callable[[Mapping[str, Any]], None],
+        on_failure: Callable[[BaseException], None],
+        recording: Callable[[], bool],
+        guard: Guard,
+    ) -> None:
+        self._model = model
+        self._clock = clock
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._on_failure = on_failure
+        self._recording = recording
+        self._guard = guard
+        self._path: str | None = None
+        self._task = -1
+        self._facts: dict[str, Any] = {}
+        self._factors: list[tuple[_Output, torch.Tensor, torch.dtype]] = []
+        self._pending: dict[int, _Output] = {}
+        self._scaled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._backward_signature = select.signature_of(model.engine.backward)
+
+    def install(self, patches: Patches) -> None:
+        """Replace the engine's methods that begin and end a backward pass."""
+        engine = self._model.engine
+        patches.wrap(engine, "backward", self._around_backward)
+        patches.wrap(engine, "_backward_epilogue", self._around_epilogue)
+        patches.wrap(engine, "_backward_prologue", self._around_prologue)
+        patches.wrap(engine, "forward", self._around_forward)
+        if hasattr(engine, "scale"):
+            patches.wrap(engine, "scale", self._around_scale)
+        patches.keep_handle(engine.module.register_forward_hook(self._module_hook))
+
+    # --- begin and end -------------------------------------------------------------------------
+
+    def _begin(self, path: str, scale_wrt_gas: bool | None) -> None:
+        self._clock.begin_backward()
+        self._path = path
+        self._factors = []
+        self._on_begin()
+        if not self._recording():
+            return
+        with self._guard("loss"):
+            engine = self._model.engine
+            self._facts = {
+                "path": path,
+                "loss": None,
+                "loss_grad": None,
+                "loss_scale": select.loss_scale(self._model),
+                "gas": int(engine.gradient_accumulation_steps()),
+                "scale_wrt_gas": scale_wrt_gas,
+                "boundary": bool(engine.is_gradient_accumulation_boundary()),
+            }
+
+    def _finish(self) -> None:
+        self._clock.end_backward()
+        self._path = None
+        if self._recording():
+            with self._guard("loss"):
+                facts = self._complete()
+            self._on_end(facts)
+        self._factors = []
+        self._scaled = None
+
+    def _complete(self) -> dict[str, Any]:
+        facts = dict(self._facts)
+        factors = [_ratio(after, seen.before) for seen, after, _ in self._factors]
+        scalars = [seen for seen, _, _ in self._factors if seen.scalar]
+        if facts["path"] == TENSOR_PATH:
+            if self._scaled is not None and self._scaled[1]:
+                facts.update(loss=self._scaled[0], loss_grad=self._scaled[1][0])
+            elif len(scalars) == 1:
+                facts.update(loss=scalars[0].value, loss_grad=scalars[0].before)
+        factor = factors[0] if factors else 1.0
+        grad = facts["loss_grad"]
+        facts["seed"] = None if grad is None else grad * factor
+        facts["output_factors"] = factors
+        facts["output_dtypes"] = [
+            str(dtype).removeprefix("torch.") for _, _, dtype in self._factors
+        ]
+        facts["optimizer_boundary"] = select.optimizer_boundary(self._model)
+        return facts
+
+    def _around_backward(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._path is not None and self._path == ENGINE_PATH:
+            return original(*args, **kwargs)  # an engine that calls its own backward again
+        wanted = self._backward_signature.bind_partial(*args, **kwargs)
+        wanted.apply_defaults()
+        self._begin(ENGINE_PATH, wanted.arguments.get("scale_wrt_gas"))
+        handle = self._hook_loss(wanted.arguments.get("loss"))
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        finally:
+            if handle is not None:
+                handle.remove()
+        self._finish()
+        return result
+
+    def _abandon(self, error: BaseException) -> None:
+        self._clock.end_backward()
+        self._path = None
+        self._factors = []
+        if self._recording():
+            with self._guard("loss"):
+                self._on_failure(error)
+
+    def _hook_loss(self, loss: Any) -> Any:
+        handle = None
+        if not self._recording() or not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            return handle
+        with self._guard("loss"):
+            self._facts["loss"] = loss.detach().clone()
+            facts = self._facts
+
+            def hook(gradient: torch.Tensor) -> None:
+                facts["loss_grad"] = gradient.detach().to(torch.float64)
+
+            handle = add_hook(loss, hook)
+        return handle  # noqa: RET504  the guard may have swallowed an exception
+
+    def _around_prologue(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        task = torch._C._current_graph_task_id()
+        if self._path == TENSOR_PATH and task != self._task:
+            self._abandon(RuntimeError("the backward pass before this one never came to its end"))
+        if self._path is None:
+            self._task = task
+            self._begin(TENSOR_PATH, None)
+        return original(*args, **kwargs)
+
+    def _around_epilogue(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = original(*args, **kwargs)
+        if self._path == TENSOR_PATH:
+            self._finish()
+        return result
+
+    # --- factors across the forward-output hooks -----------------------------------------------
+
+    def _around_scale(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        loss = args[0] if args else kwargs.get("loss")
+        if self._recording() and isinstance(loss, torch.Tensor) and loss.requires_grad:
+            with self._guard("loss"):
+                arrived: list[torch.Tensor] = []
+                add_hook(loss, lambda g: arrived.append(g.detach().to(torch.float64)))
+                self._scaled = (loss.detach().clone(), arrived)
+        return original(*args, **kwargs)
+
+    def _module_hook(self, module: Any, inputs: Any, outputs: Any) -> None:
+        if not self._recording():
+            return
+        with self._guard("loss"):
+            self._pending = {}
+            for tensor in _tensors(outputs):
+                scalar = tensor.numel() == 1
+                seen = _Output(scalar, tensor.detach().clone() if scalar else None)
+                self._pending[id(tensor)] = seen
+                add_hook(tensor, _before_hook(seen))
+
+    def _around_forward(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = original(*args, **kwargs)
+        if self._recording():
+            with self._guard("loss"):
+                for tensor in _tensors(result):
+                    seen = self._pending.get(id(tensor))
+                    if seen is not None:
+                        add_hook(tensor, self._after_hook(seen))
+        self._pending = {}
+        return result
+
+    def _after_hook(self, seen: _Output) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if seen.index is not None and self._recording():
+                flat = gradient.detach().reshape(-1)
+                after = flat.gather(0, seen.index).to(torch.float64).squeeze(0)
+                self._factors.append((seen, after, gradient.dtype))
+
+        return hook
+
+
+def _before_hook(seen: _Output) -> Callable[[torch.Tensor], None]:
+    """Look at the gradient's largest element before DeepSpeed's own hook may scale it."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        flat = gradient.detach().reshape(-1)
+        if flat.numel():
+            seen.index = flat.abs().argmax().unsqueeze(0)
+            seen.before = flat.gather(0, seen.index).to(torch.float64).squeeze(0)
+
+    return hook
+
+
+def _ratio(after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    assert before is not None
+    return after / before  # 0/0 is NaN: recorded as such, and then no statement
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        if outputs.grad_fn is not None:
+            yield outputs
+    elif isinstance(outputs, (tuple, list)):
+        for entry in outputs:
+            yield from _tensors(entry)
+    elif isinstance(outputs, Mapping):
+        for entry in outputs.values():
+            yield from _tensors(entry)

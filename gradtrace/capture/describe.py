@@ -1,0 +1,131 @@
+"""Resolve everything about an engine before anything is replaced, and describe it for the trace."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradtrace.capture.adapters import select
+from gradtrace.capture.adapters.declare import Adapter, Model
+from gradtrace.capture.options import CaptureOptions
+from gradtrace.capture.snapshot import Piece, dtype_name, resolve
+from gradtrace.trace.points import POINT_NAMES
+from gradtrace.trace.records import Header, Manifest, Parameter
+from gradtrace.trace.spans import Layout, pack_spans
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Hold what is to be traced, wholly resolved.
+
+    Attributes:
+        model: the engine, its optimizer and its parameters.
+        adapter: the declaration that fits the optimizer.
+        probes: every probe that was found.
+        groups: parameter index -> optimizer's parameter group.
+        partitions: unit -> this rank's shard.
+        absent: point -> why this configuration does not have it.
+        dp_ranks: global ranks of the data-parallel group.
+        effective: settings as engine and optimizer hold them, as JSON.
+    """
+
+    model: Model
+    adapter: Adapter
+    probes: tuple[select.Resolved, ...]
+    groups: Mapping[int, int]
+    partitions: Mapping[str, tuple[Piece, ...]]
+    absent: Mapping[str, str]
+    dp_ranks: tuple[int, ...]
+    effective: Mapping[str, Any]
+
+
+def examine(engine: Any) -> Subject:
+    """Resolve an engine, changing nothing.
+
+    Raises:
+        NotAnEngineError, UnsupportedEngineError, ProbeError: it cannot be traced whole.
+    """
+    select.check_engine(engine)
+    model = select.build_model(engine)
+    adapter = select.select(model)
+    probes = select.resolve(model, adapter)
+    try:
+        dp_ranks = tuple(torch.distributed.get_process_group_ranks(adapter.dp_group(model)))
+        effective = {
+            "adapter": adapter.name,
+            "dp_world_size": len(dp_ranks),
+            **select.engine_settings(model),
+            **adapter.effective(model),
+        }
+        return Subject(
+            model=model,
+            adapter=adapter,
+            probes=probes,
+            groups=adapter.groups(model),
+            partitions=adapter.partitions(model),
+            absent=adapter.absent(model),
+            dp_ranks=dp_ranks,
+            effective=resolve(effective),
+        )
+    except (AttributeError, KeyError) as error:
+        select.missing(f"attribute that the adapter reads ({error})", "describing the run")
+
+
+def manifest(run_id: str, subject: Subject, options: CaptureOptions) -> Manifest:
+    """Return what all ranks share."""
+    model = subject.model
+    return Manifest(
+        run_id=run_id,
+        world_size=torch.distributed.get_world_size(),
+        plan=options.plan(),
+        parameters=tuple(
+            Parameter(
+                index=index,
+                name=name,
+                aliases=model.aliases[index],
+                shape=model.shapes[index],
+                dtype=dtype_name(parameter.dtype),
+                group=subject.groups.get(index),
+                trainable=parameter.requires_grad,
+                captured=options.selects_param(name),
+            )
+            for index, (name, parameter) in enumerate(
+                zip(model.names, model.parameters, strict=True)
+            )
+        ),
+        ds_config=resolve(select.ds_config(model.engine)),
+        packages=select.packages(),
+        created_s=time.time(),
+    )
+
+
+def header(
+    rank: int, subject: Subject, options: CaptureOptions
+) -> tuple[Header, dict[int, Layout]]:
+    """Return what only this rank knows, and the layouts of its shards."""
+    layouts: dict[int, Layout] = {}
+    partitions: dict[str, int] = {}
+    for unit, pieces in subject.partitions.items():
+        partitions[unit] = len(layouts)
+        layouts[len(layouts)] = pack_spans((p.param, p.param_offset, p.numel) for p in pieces)
+    status = {}
+    for name in POINT_NAMES:
+        if name in subject.absent:
+            status[name] = f"absent: {subject.absent[name]}"
+        else:
+            status[name] = "recorded" if name in options.points else "not_planned"
+    described = Header(
+        rank=rank,
+        dp_rank=subject.dp_ranks.index(rank),
+        dp_ranks=subject.dp_ranks,
+        points=status,
+        partitions=partitions,
+        effective=subject.effective,
+        host=socket.gethostname(),
+    )
+    return described, layouts

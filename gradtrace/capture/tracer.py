@@ -1,0 +1,266 @@
+"""Wrap an engine: install the probes, keep the clock, seal and restore at the end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+
+from gradtrace.capture import agreement, describe
+from gradtrace.capture.adapters import select
+from gradtrace.capture.adapters.declare import Call
+from gradtrace.capture.backward import BackwardWatch
+from gradtrace.capture.clock import StepClock
+from gradtrace.capture.describe import Subject
+from gradtrace.capture.options import CaptureOptions, parse_options
+from gradtrace.capture.patching import Patches, add_hook
+from gradtrace.capture.queue import WriterQueue
+from gradtrace.capture.recorder import Recorder
+from gradtrace.capture.snapshot import Sighting, whole
+from gradtrace.errors import AlreadyWrappedError
+
+_MARK: Final = "_gradtrace_tracer"
+
+
+def wrap(
+    engine: Any,
+    out_dir: str | Path,
+    *,
+    steps: str | int | Iterable[int] | None = None,
+    params: str | Sequence[str] | None = None,
+    points: str | Sequence[str] | None = None,
+    ranks: str | Iterable[int] | None = None,
+    mode: str = "full",
+    max_bytes: int | None = None,
+    on_error: str = "disarm",
+) -> Tracer:
+    """Trace a DeepSpeed engine from now until the tracer is closed.
+
+    Call it on every rank, after ``deepspeed.initialize``. Everything is resolved before anything is
+    replaced; closing the tracer (or leaving its ``with`` block, or the interpreter) seals the trace
+    and restores every attribute.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        out_dir: directory of the new trace; it must not hold one.
+        steps, params, points, ranks, mode, max_bytes, on_error: see `parse_options`.
+
+    Raises:
+        NotAnEngineError, UnsupportedEngineError, ProbeError, BadOptionError, TraceExistsError,
+        AlreadyWrappedError: nothing was replaced, nothing was overwritten.
+    """
+    options = parse_options(
+        steps=steps,
+        params=params,
+        points=points,
+        ranks=ranks,
+        mode=mode,
+        max_bytes=max_bytes,
+        on_error=on_error,
+    )
+
+    def prepare() -> Subject:
+        if getattr(engine, _MARK, False) is True:
+            raise AlreadyWrappedError(
+                "an engine that is being traced already",
+                where="wrap(engine, ...)",
+                expected="one tracer an engine",
+                remedy="Close the first tracer before wrapping again.",
+            )
+        return describe.examine(engine)
+
+    return agreement.guarded(prepare, lambda subject: Tracer(out_dir, options, subject))
+
+
+class Tracer:
+    """Record one engine's gradients; made by `wrap`.
+
+    Attributes:
+        path: the trace directory.
+        rank: this process's global rank.
+    """
+
+    def __init__(self, out_dir: str | Path, options: CaptureOptions, subject: Subject) -> None:
+        self.path = Path(out_dir)
+        self.rank = torch.distributed.get_rank()
+        self._options = options
+        self._subject = subject
+        self._model = subject.model
+        self._pid = os.getpid()
+        self._clock = StepClock()
+        self._patches = Patches()
+        self._closed = False
+        self._partial = subject.adapter.window_open(subject.model)
+        self._carried: dict[int, bool] = {}
+        self._accumulates = "local_accum" in options.points and "local_accum" not in subject.absent
+        run_id = agreement.agree_on_run(
+            self.path, lambda run: describe.manifest(run, subject, options)
+        )
+        self._queue: WriterQueue | None = None
+        if options.ranks is not None and self.rank not in options.ranks:
+            return
+        header, layouts = describe.header(self.rank, subject, options)
+        self._queue = WriterQueue(agreement.claim_rank(self.path, run_id, header, layouts))
+        names = subject.model.names
+        captured = frozenset(i for i, name in enumerate(names) if options.selects_param(name))
+        self._recorder = Recorder(self.rank, options, self._clock, captured, self._queue)
+        self._install(captured)
+        atexit.register(self.close)
+
+    def __enter__(self) -> Tracer:
+        """Return the tracer; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the tracer, noting an exception that ended the block."""
+        self.close("closed" if kind is None else f"left by {kind.__name__}")
+
+    def close(self, reason: str = "closed") -> None:
+        """Seal the trace and restore every attribute; calling it again does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return  # a forked child inherits the tracer, but not the writer thread
+        self._closed = True
+        if self._queue is None:
+            return
+        self._recorder.stop()
+        atexit.unregister(self.close)
+        foreign = self._patches.restore()
+        vars(self._model.engine).pop(_MARK, None)
+        if foreign:
+            self._recorder.warn(f"{', '.join(foreign)}: replaced by others meanwhile, left so")
+        self._queue.close(reason)
+        if self._queue.failure is not None:
+            self._recorder.warn(f"the trace is incomplete: {self._queue.failure}")
+
+    @property
+    def step(self) -> int:
+        """Return the step that is open, counted from 0 by the tracer."""
+        return self._clock.step
+
+    # --- probes --------------------------------------------------------------------------------
+
+    def _install(self, captured: frozenset[int]) -> None:
+        model = self._model
+        object.__setattr__(model.engine, _MARK, True)
+        by_method: dict[tuple[int, str], list[select.Resolved]] = {}
+        for resolved in self._subject.probes:
+            if resolved.probe.point in self._options.points:
+                place = (id(resolved.owner), resolved.probe.method)
+                by_method.setdefault(place, []).append(resolved)
+        for (_, method), probes in by_method.items():
+            self._patches.wrap(probes[0].owner, method, self._around(probes))
+        for index in sorted(captured):
+            if model.parameters[index].requires_grad:
+                hook = self._local_hook(index)
+                self._patches.keep_handle(add_hook(model.parameters[index], hook))
+        watch = BackwardWatch(
+            model,
+            self._clock,
+            on_begin=self._carried.clear,
+            on_end=self._end_backward,
+            on_failure=self._fail_backward,
+            recording=lambda: self._recorder.recording,
+            guard=self._recorder.guard,
+        )
+        watch.install(self._patches)
+        self._patches.wrap(model.optimizer, "step", self._around_step)
+
+    def _around(self, probes: list[select.Resolved]) -> Callable[..., Any]:
+        before = [r for r in probes if r.probe.when == "before"]
+        after = [r for r in probes if r.probe.when == "after"]
+        recorder = self._recorder
+
+        def around(
+            original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            if not recorder.recording:
+                return original(*args, **kwargs)
+            for resolved in before:
+                self._see(resolved, args, kwargs, None)
+            result = original(*args, **kwargs)
+            for resolved in after:
+                self._see(resolved, args, kwargs, result)
+            return result
+
+        return around
+
+    def _see(
+        self, resolved: select.Resolved, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        probe = resolved.probe
+        if not self._recorder.recording:
+            return
+        with self._recorder.guard(probe.point):
+            call = Call(resolved.signature.bind(*args, **kwargs).arguments, result)
+            stream = None if probe.stream is None else probe.stream(self._model)
+            with contextlib.nullcontext() if stream is None else _on_stream(stream):
+                for sighting in probe.sight(self._model, call):
+                    if probe.point == "local_accum":
+                        self._recorder.record(probe.point, self._with_carry(sighting))
+                    else:
+                        self._recorder.record(probe.point, sighting)
+
+    def _with_carry(self, sighting: Sighting) -> Sighting:
+        """Add whether the buffer held anything before this micro-step's first gradient."""
+        index = sighting.parts[0][1][0].param
+        return dataclasses.replace(sighting, facts={"carry": self._carried.get(index, True)})
+
+    def _local_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        unit = self._model.names[index]
+        parameter = self._model.parameters[index]
+        recorder, adapter = self._recorder, self._subject.adapter
+        wanted = "local_grad" in self._options.points
+
+        def hook(gradient: torch.Tensor) -> None:
+            if not recorder.recording:
+                return
+            with recorder.guard("local_grad", unit):
+                if self._accumulates and index not in self._carried:
+                    self._carried[index] = adapter.carries(self._model, parameter)
+                if wanted:
+                    pieces = whole(index, gradient)
+                    recorder.record("local_grad", Sighting(unit, ((gradient, pieces),)))
+
+        return hook
+
+    # --- the clock's events --------------------------------------------------------------------
+
+    def _end_backward(self, facts: Mapping[str, Any]) -> None:
+        if "loss" in self._options.points:
+            with self._recorder.guard("loss"):
+                self._recorder.record("loss", Sighting("loss", (), facts))
+
+    def _fail_backward(self, error: BaseException) -> None:
+        detail = f"{type(error).__name__}: {error}"
+        self._recorder.gap(None, None, "backward_failed", detail)
+
+    def _around_step(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recorder = self._recorder
+        scale = select.loss_scale(self._model) if recorder.step_open else 1.0
+        result = original(*args, **kwargs)
+        if recorder.step_open:
+            with recorder.guard(None):
+                facts = select.step_facts(self._model, scale)
+                recorder.end_step(facts, partial=self._partial)
+        self._clock.end_step()
+        self._partial = False
+        recorder.next_step()
+        return result
+
+
+def _on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    return torch.get_device_module(stream.device).stream(stream)  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""Run an unedited training script with every engine of ``deepspeed.initialize`` traced."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from gradtrace.capture.options import parse_options
+from gradtrace.errors import BadOptionError, GradtraceError
+
+
+def run_script(
+    script: str | Path, args: Sequence[str], out_dir: str | Path, options: Mapping[str, Any]
+) -> None:
+    """Run a script as ``__main__``, tracing its engines until it ends, however it ends.
+
+    The first engine's trace goes to ``out_dir``, that of the n-th to ``out_dir-engineN``. deepspeed
+    is patched when the script imports it, not before: a script may set its environment first.
+
+    Args:
+        script: path of the script.
+        args: its arguments.
+        out_dir: directory of the trace.
+        options: keyword arguments of `gradtrace.wrap`.
+
+    Raises:
+        GradtraceError: an option is wrong or an engine cannot be traced.
+        SystemExit: what the script asked for, or status 1 after its traceback was printed.
+    """
+    parse_options(**options)
+    script = Path(script)
+    if not script.is_file():
+        raise BadOptionError(
+            "no such file",
+            where=str(script),
+            expected="a Python script",
+            remedy="Give the path of the script, after gradtrace's own options.",
+        )
+    tracers: list[Any] = []
+
+    def on_engine(engine: Any) -> None:
+        from gradtrace.capture.tracer import wrap
+
+        number = len(tracers)
+        place = Path(out_dir)
+        place = place if number == 0 else place.with_name(f"{place.name}-engine{number}")
+        tracers.append(wrap(engine, place, **options))
+
+    restore = _when_imported("deepspeed", on_engine)
+    argv, path0 = sys.argv, sys.path[0]
+    sys.argv = [str(script), *args]
+    sys.path[0] = str(script.resolve().parent)
+    reason = "closed"
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except GradtraceError:
+        reason = "left by an error of gradtrace"
+        raise
+    except SystemExit as leaving:
+        reason = f"SystemExit({leaving.code})"
+        raise
+    except BaseException as error:
+        reason = f"left by {type(error).__name__}"
+        _print_own_frames(error)
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+    finally:
+        for tracer in tracers:
+            tracer.close(reason)
+        restore()
+        sys.argv, sys.path[0] = argv, path0
+        if not tracers:
+            print(
+                f"gradtrace: {script} made no DeepSpeed engine; {out_dir} was not written",
+                file=sys.stderr,
+            )
+
+
+def _print_own_frames(error: BaseException) -> None:
+    """Print the traceback as the script alone would have, without frames of ours."""
+    frame: TracebackType | None = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        frame = frame.tb_next
+    while frame is not None and frame.tb_frame.f_globals.get("__name__") == "runpy":
+        frame = frame.tb_next
+    traceback.print_exception(type(error), error, frame)
+
+
+def _when_imported(name: str, on_engine: Any) -> Any:
+    """Patch ``deepspeed.initialize`` now if it is imported, else right after its import."""
+    undo: list[Any] = []
+
+    def patch() -> None:
+        from gradtrace.capture.adapters.select import patch_initialize
+
+        undo.append(patch_initialize(on_engine))
+
+    finder = _Watch(name, patch)
+    if name in sys.modules:
+        patch()
+    else:
+        sys.meta_path.insert(0, finder)
+
+    def restore() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+        for put_back in undo:
+            put_back()
+
+    return restore
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Call back once, right after one module was imported for the first time."""
+
+    def __init__(self, name: str, then: Any) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find the watched module as the others would, with a loader that calls back."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self._then()
+
+            loader.exec_module = exec_module
+        return spec

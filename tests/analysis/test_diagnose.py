@@ -1,0 +1,131 @@
+"""A cause is named only when its values are the recorded ones; otherwise nothing is pretended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradtrace.analysis import bounds
+from gradtrace.analysis.diagnose import explain
+from gradtrace.analysis.fit import round_to
+from gradtrace.analysis.hypotheses import Context, Hypothesis, micro_step_hypotheses
+from gradtrace.trace.dtypes import DTYPES
+
+SINGLE, HALF = DTYPES["float32"], DTYPES["bfloat16"]
+FACTORS = {"the world size": 8.0, "the accumulation steps": 4.0, "the loss scale": 1024.0}
+
+
+def _context(dtype=SINGLE, offset=0):
+    return Context("reduced at micro-step 1", offset, dtype, dtype, FACTORS)
+
+
+def _estimate(values, dtype=SINGLE):
+    half = [bounds.exact(values / 2), bounds.exact(values / 2)]
+    return bounds.add_up(half, dtype)
+
+
+def _values(numel=200, seed=0, dtype=SINGLE):
+    return round_to(np.random.default_rng(seed).standard_normal(numel), dtype)
+
+
+def _explain(found, values, dtype=SINGLE, offset=0, hypotheses=()):
+    return explain(found, _estimate(values, dtype), hypotheses, [], _context(dtype, offset))
+
+
+@pytest.mark.parametrize(
+    "spoil, cause, words",
+    [
+        (lambda v: 0 * v, "zeroed", "is zero"),
+        (lambda v: -v, "sign_flipped", "opposite sign"),
+        (lambda v: v / 8, "averaged_twice", "1 / the world size"),
+        (lambda v: v * 8, "not_averaged", "the world size"),
+        (lambda v: v * 1024, "scaled", "the loss scale"),
+        (lambda v: v / 4, "scaled", "1 / the accumulation steps"),
+        (lambda v: v * 0.7312, "scaled", "0.7312"),
+        (lambda v: np.roll(v, 3), "shifted", "3 elements ahead"),
+        (lambda v: np.concatenate([v[5:], v[:5] * 7]), "shifted", "5 elements behind"),
+        (lambda v: round_to(v, HALF), "low_precision", "bfloat16"),
+        (lambda v: np.where(np.arange(200) < 60, 0, v), "partly_overwritten", "0 to 59 are zero"),
+        (lambda v: np.where(np.arange(200) == 7, 9, v), "partly_overwritten", "element 7 is wrong"),
+        (lambda v: np.where(np.arange(200) == 7, np.nan, v), "non_finite", "index 7"),
+        (lambda v: np.where(np.arange(200) == 7, np.inf, v), "non_finite", "infinite"),
+    ],
+)
+def test_what_may_happen_to_any_tensor(spoil, cause, words):
+    values = _values()
+    found = round_to(spoil(values), SINGLE)
+    result = _explain(found, values)
+    assert result.cause == cause, result
+    assert words in result.detail
+
+
+def test_index_ranges_are_those_of_the_parameter():
+    values = _values()
+    found = values.copy()
+    found[10:20] = 3
+    assert "elements 1010 to 1019" in _explain(found, values, offset=1000).detail
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_has_no_cause(seed):
+    values = _values(seed=seed)
+    other = _values(seed=seed + 1000)
+    for found in (other, values + 0.1 * other, values * other):
+        result = _explain(round_to(found, SINGLE), values)
+        assert result.cause == "unknown", result
+        assert "unexplained" in result.detail
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_one_element_does_not_name_a_cause_by_luck(seed):
+    rng = np.random.default_rng(seed)
+    parts = [round_to(rng.standard_normal(1), HALF) for _ in range(8)]
+    estimates = [(at, bounds.exact(part)) for at, part in enumerate(parts)]
+    total = bounds.add_up([estimate for _, estimate in estimates], HALF)
+    found = round_to(total.value * rng.uniform(0.2, 5) + 0.37, HALF)
+    if not bounds.breaks(found, total).any():
+        return
+    context = _context(HALF)
+    before = bounds.exact(round_to(rng.standard_normal(1), HALF))
+    guesses = micro_step_hypotheses(context, estimates, before=before)
+    assert explain(found, total, guesses, [], context).cause in ("unknown", "scaled")
+
+
+def test_the_laws_own_hypothesis_comes_first_unless_another_fits_better():
+    values = _values()
+    right = Hypothesis("stale", "it is the old one", _estimate(3 * values))
+    assert _explain(3 * values, values, hypotheses=[right]).detail == "it is the old one"
+    loose = _estimate(3 * values)
+    loose = bounds.Estimate(loose.value * 1.01, np.abs(loose.value), loose.overflow)
+    wide = Hypothesis("stale", "it is almost the old one", loose)
+    assert _explain(3 * values, values, hypotheses=[wide]).cause == "scaled"
+
+
+def _micro(found, parts, **more):
+    estimates = [(at, bounds.exact(part)) for at, part in enumerate(parts)]
+    total = bounds.add_up([estimate for _, estimate in estimates], SINGLE)
+    context = _context()
+    guesses = micro_step_hypotheses(context, estimates, **more)
+    return explain(round_to(found, SINGLE), total, guesses, [], context)
+
+
+def test_micro_steps():
+    parts = [_values(seed=at) for at in range(5)]
+    total = sum(parts)
+    result = _micro(parts[-1], parts)
+    assert result.cause == "dropped_micro_steps"
+    assert "holds micro-step 4 only; micro-steps 0, 1, 2, 3 are lost" in result.detail
+    result = _micro(parts[0] + parts[-1], parts)
+    assert "micro-steps 0, 4 only; micro-steps 1, 2, 3 are lost. (first and last)" in result.detail
+    result = _micro(total - parts[2], parts)
+    assert result.cause == "dropped_micro_steps"
+    assert "micro-step 2 is lost" in result.detail
+    result = _micro(total + parts[1], parts)
+    assert (result.cause, "micro-step 1 twice" in result.detail) == ("double_counted", True)
+    old = _values(seed=99)
+    result = _micro(total + old, parts, before=bounds.exact(old))
+    assert (result.cause, "not cleared" in result.detail) == ("carried_over", True)
+    assert _micro(old, parts, before=bounds.exact(old)).cause == "stale"
+    carry = sum(parts[:-1])
+    result = _micro(carry, parts, carry=bounds.exact(carry))
+    assert "micro-step 4 is lost" in result.detail

@@ -1,0 +1,92 @@
+"""Capture options: one grammar, and named errors for what means nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradtrace.capture.options import parse_options
+from gradtrace.errors import BadOptionError
+
+
+@pytest.mark.parametrize(
+    ("text", "selected"),
+    [
+        ("0:3", {0, 1, 2}),
+        ("::4", {0, 4, 8}),
+        ("5", {5}),
+        ("1:", set(range(1, 10))),
+        (":2,7:9", {0, 1, 7, 8}),
+        ("3 , 5", {3, 5}),
+        ("2:9:3", {2, 5, 8}),
+    ],
+)
+def test_step_ranges(text: str, selected: set[int]) -> None:
+    options = parse_options(steps=text)
+    assert {step for step in range(10) if options.selects_step(step)} == selected
+
+
+@given(
+    start=st.integers(0, 20),
+    length=st.integers(1, 20),
+    stride=st.integers(1, 7),
+    step=st.integers(0, 60),
+)
+def test_step_ranges_are_pythons_ranges(start: int, length: int, stride: int, step: int) -> None:
+    options = parse_options(steps=f"{start}:{start + length}:{stride}")
+    assert options.selects_step(step) == (step in range(start, start + length, stride))
+
+
+def test_numbers_select_steps_too() -> None:
+    assert parse_options(steps=[1, 4]).selects_step(4)
+    assert not parse_options(steps=4).selects_step(3)
+    assert parse_options().selects_step(10**9)
+
+
+def test_globs_select_parameters() -> None:
+    options = parse_options(params="layers.0.*,head.?eight")
+    assert options.selects_param("layers.0.mlp.weight")
+    assert options.selects_param("head.weight")
+    assert not options.selects_param("layers.1.mlp.weight")
+    assert not options.selects_param("LAYERS.0.x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": "a"},
+        {"steps": ""},
+        {"steps": "3:3"},
+        {"steps": "::0"},
+        {"steps": "-1"},
+        {"params": []},
+        {"points": "gradients"},
+        {"points": ""},
+        {"ranks": "x"},
+        {"ranks": [-1]},
+        {"ranks": []},
+        {"mode": "digest"},
+        {"max_bytes": -1},
+        {"max_bytes": True},
+        {"on_error": "ignore"},
+    ],
+)
+def test_what_means_nothing_is_a_named_error(wrong: dict[str, object]) -> None:
+    with pytest.raises(BadOptionError) as caught:
+        parse_options(**wrong)  # type: ignore[arg-type]
+    assert next(iter(wrong)) in caught.value.where
+    assert caught.value.remedy
+
+
+def test_the_plan_says_what_was_asked_for() -> None:
+    plan = parse_options(steps="0:2", points=["loss", "bucket"], ranks="1,0", max_bytes=9).plan()
+    assert plan == {
+        "steps": "0:2",
+        "params": ["*"],
+        "points": ["loss", "bucket"],
+        "ranks": [0, 1],
+        "mode": "full",
+        "max_bytes": 9,
+        "on_error": "disarm",
+    }

@@ -1,0 +1,332 @@
+"""What wrapping does to an engine, and what it refuses: on real DeepSpeed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradtrace
+from gradtrace import errors
+from gradtrace.testing.ranks import run_ranks
+from gradtrace.trace.reader import open_trace
+from tests.real.training import Setup, initialize, one_step, train, train_rank
+
+
+def _surface(engine: Any) -> dict[str, Any]:
+    """Return everything about an engine that wrapping may have touched."""
+    optimizer = engine.optimizer
+    base = optimizer.optimizer
+    return {
+        "engine": {k: v for k, v in vars(engine).items() if callable(v)},
+        "engine_names": sorted(vars(engine)),
+        "optimizer": {k: v for k, v in vars(optimizer).items() if callable(v)},
+        "optimizer_names": sorted(vars(optimizer)),
+        "base_names": sorted(vars(base)),
+        "module_hooks": len(engine.module._forward_hooks),
+        "hooks": [len(p._backward_hooks or {}) for p in engine.module.parameters()],
+    }
+
+
+def _wrap_and_close(rank: int, setup: Setup, out_dir: Path) -> None:
+    engine = initialize(setup)
+    before = _surface(engine)
+    with gradtrace.wrap(engine, out_dir) as tracer:
+        assert _surface(engine) != before
+        with pytest.raises(errors.AlreadyWrappedError):
+            gradtrace.wrap(engine, out_dir / "second")
+        one_step(engine, setup, torch.Generator().manual_seed(rank))
+        assert tracer.step == 1
+    assert _surface(engine) == before
+    tracer.close()
+    one_step(engine, setup, torch.Generator().manual_seed(rank))
+    with gradtrace.wrap(engine, out_dir.with_name("again")):
+        one_step(engine, setup, torch.Generator().manual_seed(rank))
+    assert _surface(engine) == before
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_closing_restores_every_attribute_and_the_engine_can_be_wrapped_again(
+    stage: int, tmp_path: Path
+) -> None:
+    run_ranks(2, _wrap_and_close, Setup(stage), tmp_path / "trace")
+    assert open_trace(tmp_path / "trace").steps == (0,)
+    again = open_trace(tmp_path / "again")
+    assert again.steps == (0,)
+    assert not again.ranks[0].steps[0].partial
+
+
+def _two_engines(rank: int, out_dir: Path) -> None:
+    for stage in (2, 3):
+        setup = Setup(stage)
+        engine = initialize(setup)
+        with gradtrace.wrap(engine, out_dir / str(stage)):
+            one_step(engine, setup, torch.Generator().manual_seed(rank))
+
+
+def test_two_engines_in_one_process_get_a_trace_each(tmp_path: Path) -> None:
+    run_ranks(2, _two_engines, tmp_path)
+    runs = {open_trace(tmp_path / name).manifest.run_id for name in ("2", "3")}
+    assert len(runs) == 2
+
+
+# stage -> records of one step on rank 0 of a run with four micro-steps and five parameters
+COUNTS = {
+    1: {
+        "loss": 4,
+        "local_grad": 20,
+        "local_accum": 20,
+        "bucket": 1,
+        "reduced": 1,
+        "accumulated": 1,
+    },
+    2: {"loss": 4, "local_grad": 20, "bucket": 4, "reduced": 4, "accumulated": 4},
+    3: {"loss": 4, "local_grad": 20, "bucket": 4, "partition": 4, "accumulated": 4},
+}
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_every_probe_fires_exactly_as_often_as_it_should(stage: int, tmp_path: Path) -> None:
+    train(Setup(stage, steps=2), tmp_path / "trace")
+    trace = open_trace(tmp_path / "trace")
+    for step in (0, 1):
+        found = Counter(r.point for r in trace.ranks[0].records if r.step == step)
+        wanted = {**COUNTS[stage], "master_grad": 1, "clipped_grad": 1}
+        if stage < 3:  # one for each owned parameter and reduction
+            owned = {s.param for s in trace.ranks[0].layouts[0] if s.param >= 0}
+            wanted["partition"] = len(owned) * wanted["bucket"]
+        assert found == wanted
+        assert trace.ranks[0].steps[step].micro_steps == 4
+
+
+def test_options_choose_steps_parameters_points_and_ranks(tmp_path: Path) -> None:
+    train(
+        Setup(2, steps=5),
+        tmp_path / "trace",
+        steps="1:4:2",
+        params="0.*",
+        points="local_grad,master_grad",
+        ranks="1",
+    )
+    trace = open_trace(tmp_path / "trace")
+    assert list(trace.ranks) == [1]
+    assert trace.steps == (1, 3)
+    assert {r.point for r in trace.ranks[1].records} <= {"local_grad", "master_grad"}
+    assert {r.unit for r in trace.ranks[1].records if r.point == "local_grad"} == {
+        "0.weight",
+        "0.bias",
+    }
+
+
+def test_a_window_that_had_begun_is_partial(tmp_path: Path) -> None:
+    def begin(engine: Any) -> None:
+        engine.backward(engine(torch.ones(2, 7)).sum())
+
+    for stage in (1, 2, 3):
+        setup = Setup(stage, mode="set_boundary", steps=2)
+
+        def before(engine: Any) -> None:
+            engine.set_gradient_accumulation_boundary(False)
+            begin(engine)
+
+        train(setup, tmp_path / str(stage), before=before)
+        steps = open_trace(tmp_path / str(stage)).ranks[0].steps
+        assert steps[0].partial, stage
+        assert not steps[1].partial, stage
+        assert gradtrace.audit(tmp_path / str(stage)).verdict == "pass"
+
+
+# --- refusals --------------------------------------------------------------------------------------
+
+
+def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.NotAnEngineError, match=r"torch\.nn\.modules\.linear\.Linear"):
+        gradtrace.wrap(torch.nn.Linear(2, 2), tmp_path / "trace")
+    assert not (tmp_path / "trace").exists()
+
+
+REFUSED = {
+    "stage 0": Setup(0),
+    "offload at stage 2": Setup(
+        2,
+        zero={"offload_optimizer": {"device": "cpu"}},
+        config={"zero_force_ds_cpu_optimizer": False},
+    ),
+    "non-contiguous gradients": Setup(2, zero={"contiguous_gradients": False}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations_that_cannot_be_traced_whole_are_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(errors.UnsupportedEngineError) as caught:
+        train(REFUSED[name], tmp_path / "trace")
+    assert caught.value.remedy
+    assert not (tmp_path / "trace").exists()
+
+
+def _pretend_fp16(engine: Any) -> None:
+    engine.optimizer.dtype = torch.float16  # DeepSpeed itself refuses fp16 on many CPUs
+
+
+def test_fp16_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(errors.UnsupportedEngineError, match="fp16"):
+        train(Setup(2), tmp_path / "trace", before=_pretend_fp16)
+
+
+def _override(engine: Any) -> None:
+    kind = type(engine.optimizer)
+    changed = type("Changed", (kind,), {"average_tensor": lambda self, *a, **k: None})
+    engine.optimizer.__class__ = changed
+
+
+def _lose_method(engine: Any) -> None:
+    del type(engine.optimizer).average_tensor
+
+
+def test_an_optimizer_that_overrides_a_probed_method_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(errors.UnsupportedEngineError, match="average_tensor"):
+        train(Setup(2), tmp_path / "trace", before=_override)
+
+
+def test_a_deepspeed_whose_internals_moved_is_named(tmp_path: Path) -> None:
+    with pytest.raises(errors.ProbeError, match=r"average_tensor in deepspeed \d"):
+        train(Setup(2), tmp_path / "trace", before=_lose_method)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_directory_that_holds_a_trace_is_refused_on_every_rank_and_left_alone(
+    tmp_path: Path,
+) -> None:
+    train(Setup(2, steps=1), tmp_path / "trace")
+    before = {p: p.read_bytes() for p in (tmp_path / "trace").rglob("*") if p.is_file()}
+    with pytest.raises(errors.TraceExistsError):
+        train(Setup(2, steps=1), tmp_path / "trace")
+    assert {p: p.read_bytes() for p in (tmp_path / "trace").rglob("*") if p.is_file()} == before
+
+
+def _refused_everywhere(rank: int, out_dir: Path) -> str:
+    engine = initialize(Setup(2))
+    try:
+        gradtrace.wrap(engine, out_dir)
+    except errors.GradtraceError as error:
+        return error.slug
+    return "wrapped"
+
+
+def test_a_refusal_on_rank_0_reaches_the_others_at_once(tmp_path: Path) -> None:
+    (tmp_path / "rank-00001").mkdir()
+    assert run_ranks(2, _refused_everywhere, tmp_path) == ["trace_exists", "trace_exists"]
+
+
+# --- trouble ---------------------------------------------------------------------------------------
+
+
+def _break_probe(engine: Any) -> None:
+    engine.optimizer.get_param_id_calls = 0
+    original = engine.optimizer.get_param_id
+
+    def failing(param: Any) -> Any:
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.startswith("gradtrace") and engine.global_steps >= 1:
+            raise RuntimeError("planted")
+        return original(param)
+
+    engine.optimizer.get_param_id = failing
+
+
+def test_an_exception_inside_a_probe_becomes_a_gap_and_training_goes_on_unchanged(
+    tmp_path: Path,
+) -> None:
+    setup = Setup(2)
+    assert train(setup, tmp_path / "trace", before=_break_probe, on_error="disarm") == train(
+        setup, None
+    )
+    trace = open_trace(tmp_path / "trace")
+    assert [gap.reason for gap in trace.ranks[0].gaps] == ["probe_failed"]
+    assert "planted" in trace.ranks[0].gaps[0].detail
+    assert gradtrace.audit(tmp_path / "trace").verdict == "inconclusive"
+
+
+def test_on_error_raise_stops_the_training(tmp_path: Path) -> None:
+    with pytest.raises(errors.CaptureError, match="planted"):
+        train(Setup(2), tmp_path / "trace", before=_break_probe, on_error="raise")
+
+
+def test_a_byte_budget_leaves_gaps_not_silence(tmp_path: Path) -> None:
+    train(Setup(2), tmp_path / "trace", max_bytes=4000)
+    trace = open_trace(tmp_path / "trace")
+    assert {gap.reason for gap in trace.ranks[0].gaps} == {"over_budget"}
+    assert gradtrace.audit(tmp_path / "trace").verdict == "inconclusive"
+
+
+def _full_disk(rank: int, setup: Setup, out_dir: Path, allowed: int) -> Any:
+    from gradtrace.trace import writer
+
+    original = writer.write_whole
+    calls = [0]
+
+    def failing(path: Path, chunks: Any) -> int:
+        calls[0] += path.suffix == ".safetensors"
+        if calls[0] > allowed and path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        return original(path, chunks)
+
+    writer.write_whole = failing
+    writer.SEAL_EVERY_S = 0.0
+    writer.RankWriter.__init__.__kwdefaults__["seal_every_s"] = 0.0
+    return train_rank(rank, setup, out_dir, {"on_error": "disarm"}, None)
+
+
+@pytest.mark.parametrize("allowed", (0, 1, 2))
+def test_a_full_disk_never_touches_the_training_and_is_no_pass(
+    allowed: int, tmp_path: Path
+) -> None:
+    setup = Setup(2)
+    assert run_ranks(2, _full_disk, setup, tmp_path / "trace", allowed) == train(setup, None)
+    trace = open_trace(tmp_path / "trace")
+    assert trace.steps == tuple(range(allowed + 1))  # what could not be written is all gaps
+    assert any(gap.reason == "write_failed" for gap in trace.ranks[0].gaps)
+    result = gradtrace.audit(tmp_path / "trace")
+    assert result.verdict == "inconclusive"
+    assert any("write_failed" in note for note in result.notes)
+
+
+SCRIPT = """
+    import os, sys, torch
+    from pathlib import Path
+    from gradtrace.testing.ranks import prepare_rank, import_once
+    import_once()
+    prepare_rank(0, 1, Path(sys.argv[1]) / "store")
+    import gradtrace
+    from tests.real.training import Setup, initialize, one_step
+    setup = Setup(2, ranks=1)
+    engine = initialize(setup)
+    gradtrace.wrap(engine, Path(sys.argv[1]) / "trace")
+    for _ in range(2):
+        one_step(engine, setup, torch.Generator().manual_seed(0))
+    if len(sys.argv) > 2:
+        raise SystemExit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("status", ((), ("3",)))
+def test_leaving_the_interpreter_seals_the_trace(status: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), str(tmp_path), *status],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == int(status[0] if status else 0), done.stderr
+    trace = open_trace(tmp_path / "trace")
+    assert trace.steps == (0, 1)
+    assert trace.ranks[0].closed == "closed"

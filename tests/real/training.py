@@ -1,0 +1,196 @@
+"""Train small models on real DeepSpeed, 2 CPU ranks, traced or not: the harness of tests/real."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gradtrace.testing.ranks import run_ranks
+
+Mode = Literal["managed", "by_hand", "set_boundary", "unmanaged", "tensor_backward", "scale"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Describe one training; the same for every rank."""
+
+    stage: int
+    bf16: bool = False
+    micro_steps: int = 4
+    ranks: int = 2
+    mode: Mode = "managed"
+    steps: int = 3
+    model: str = "mlp"
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    groups: bool = False
+    batch: int = 2
+
+    @property
+    def name(self) -> str:
+        dtype = "bf16" if self.bf16 else "fp32"
+        extra = "".join(f"-{k}={v}" for k, v in {**self.zero, **self.config}.items())
+        return f"z{self.stage}-{dtype}-n{self.micro_steps}-r{self.ranks}-{self.mode}-{self.model}{extra}"
+
+    def at(self, **changes: Any) -> Setup:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what one rank saw: everything that tracing must leave bitwise unchanged."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: list[bytes]
+
+
+class Tied(torch.nn.Module):
+    """Use one weight twice, leave one frozen, one unused, and one used every other micro-step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(7, 7)
+        self.again = torch.nn.Linear(7, 7)
+        self.again.weight = self.inner.weight
+        self.frozen = torch.nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.sometimes = torch.nn.Linear(7, 5)
+        self.head = torch.nn.Linear(7, 5)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.again(torch.tanh(self.inner(x)))) + self.frozen(x)
+        self.calls += 1
+        out = self.head(hidden) * self.scale
+        return out + self.sometimes(hidden) if self.calls % 2 == 0 else out
+
+
+def build(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if name == "mlp":  # sizes that 2 does not divide: padding, and a parameter cut in two
+        return torch.nn.Sequential(
+            torch.nn.Linear(7, 33),
+            torch.nn.Tanh(),
+            torch.nn.Linear(33, 5),
+            torch.nn.Tanh(),
+            torch.nn.Linear(5, 5, bias=False),
+        )
+    if name == "tied":
+        return Tied()
+    if name == "one":  # one element: the last rank's shard is empty
+        return torch.nn.Linear(1, 1, bias=False)
+    raise AssertionError(name)
+
+
+def initialize(setup: Setup) -> Any:
+    import deepspeed
+
+    model = build(setup.model)
+    managed = setup.mode == "managed"
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": setup.batch,
+        "gradient_accumulation_steps": setup.micro_steps if managed else 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": setup.stage, **setup.zero},
+        "steps_per_print": 10**9,
+        **setup.config,
+    }
+    if setup.bf16:
+        config["bf16"] = {"enabled": True}
+    if setup.mode == "unmanaged":
+        config["managed_gradient_accumulation"] = False
+    parameters: Any = [p for p in model.parameters() if p.requires_grad]
+    if setup.groups:
+        parameters = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    return engine
+
+
+def one_step(engine: Any, setup: Setup, data: torch.Generator) -> list[float]:
+    losses = []
+    width = 1 if setup.model == "one" else 7
+    out = 1 if setup.model == "one" else 5
+    dtype = torch.bfloat16 if setup.bf16 else torch.float32
+    for micro_step in range(setup.micro_steps):
+        inputs = torch.randn(setup.batch, width, generator=data).to(dtype)
+        targets = torch.randn(setup.batch, out, generator=data).to(dtype)
+        if setup.mode == "set_boundary":
+            engine.set_gradient_accumulation_boundary(micro_step == setup.micro_steps - 1)
+        loss = torch.nn.functional.mse_loss(engine(inputs), targets)
+        if setup.mode != "managed":
+            loss = loss / setup.micro_steps
+        losses.append(float(loss.detach()))
+        if setup.mode == "tensor_backward":
+            loss.backward()
+        elif setup.mode == "scale":
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+        if setup.mode == "managed":
+            engine.step()
+    if setup.mode != "managed":
+        engine.step()
+    return losses
+
+
+def weights(engine: Any, setup: Setup) -> list[bytes]:
+    import deepspeed
+
+    found = []
+    for parameter in engine.module.parameters():
+        if setup.stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found.append(parameter.detach().float().numpy().tobytes())
+        else:
+            found.append(parameter.detach().float().numpy().tobytes())
+    return found
+
+
+def train_rank(
+    rank: int,
+    setup: Setup,
+    out_dir: Path | None,
+    options: dict[str, Any],
+    before: Callable[[Any], None] | None,
+) -> Outcome:
+    import gradtrace
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    engine = initialize(setup)
+    if before is not None:
+        before(engine)
+    tracer = None if out_dir is None else gradtrace.wrap(engine, out_dir, **options)
+    data = torch.Generator().manual_seed(100 + rank)
+    losses: list[float] = []
+    norms: list[float] = []
+    for _ in range(setup.steps):
+        losses += one_step(engine, setup, data)
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    if tracer is not None:
+        tracer.close()
+    return Outcome(losses, norms, weights(engine, setup))
+
+
+def train(
+    setup: Setup,
+    out_dir: Path | None,
+    *,
+    before: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> list[Outcome]:
+    """Train on all ranks; traced into ``out_dir`` unless it is None."""
+    options.setdefault("on_error", "raise")
+    return run_ranks(setup.ranks, train_rank, setup, out_dir, options, before)

@@ -94,6 +94,8 @@ def _train(out_dir: Path, release: str, stages: tuple[str, ...], *, plant: bool)
         # Releases load each other's operators from one cache, and fail.
         "TORCH_EXTENSIONS_DIR": str(Path(tempfile.gettempdir()) / f"gradtrace-ops-{release}"),
         **os.environ,
+        # DeepSpeed looks for ninja on the path, and it is installed beside the interpreter.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
     command = [sys.executable, "-m", "gradtrace.testing.demo_train", str(out_dir), *stages]
     done = subprocess.run(

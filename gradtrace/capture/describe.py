@@ -14,6 +14,7 @@ from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Adapter, Model
 from gradtrace.capture.options import CaptureOptions
 from gradtrace.capture.snapshot import Piece, dtype_name, resolve
+from gradtrace.errors import BadOptionError
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.records import Header, Manifest, Parameter
 from gradtrace.trace.spans import Layout, pack_spans
@@ -74,6 +75,35 @@ def examine(engine: Any) -> Subject:
         )
     except (AttributeError, KeyError) as error:
         select.missing(f"attribute that the adapter reads ({error})", "describing the run")
+
+
+def check_plan(subject: Subject, options: CaptureOptions) -> None:
+    """Refuse a plan that would leave a trace of nothing.
+
+    Raises:
+        BadOptionError: no trainable parameter, or no point of this stage, is selected.
+    """
+    model = subject.model
+    trainable = [
+        name
+        for name, parameter in zip(model.names, model.parameters, strict=True)
+        if parameter.requires_grad
+    ]
+    if not any(options.selects_param(name) for name in trainable):
+        raise BadOptionError(
+            f"params {', '.join(options.params)[:200]!r}, which match no trainable parameter",
+            where="capture option params",
+            expected=f"globs over names such as {', '.join(trainable[:3])}",
+            remedy="Correct the globs.",
+        )
+    missing = [f"{name} ({why})" for name, why in subject.absent.items() if name in options.points]
+    if len(missing) == len(options.points):
+        raise BadOptionError(
+            f"points {'; '.join(missing)[:300]}",
+            where="capture option points",
+            expected="at least one point that this configuration has",
+            remedy="Choose other points; docs/format.md says which stage has which.",
+        )
 
 
 def manifest(run_id: str, subject: Subject, options: CaptureOptions) -> Manifest:

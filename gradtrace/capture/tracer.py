@@ -74,7 +74,9 @@ def wrap(
                 expected="one tracer an engine",
                 remedy="Close the first tracer before wrapping again.",
             )
-        return describe.examine(engine)
+        subject = describe.examine(engine)
+        describe.check_plan(subject, options)
+        return subject
 
     return agreement.guarded(prepare, lambda subject: Tracer(out_dir, options, subject))
 

@@ -41,13 +41,13 @@ def _wrap_and_close(rank: int, setup: Setup, out_dir: Path) -> None:
         assert _surface(engine) != before
         with pytest.raises(errors.AlreadyWrappedError):
             gradtrace.wrap(engine, out_dir / "second")
-        one_step(engine, setup, torch.Generator().manual_seed(rank))
+        one_step(engine, setup, torch.Generator().manual_seed(0))
         assert tracer.step == 1
     assert _surface(engine) == before
     tracer.close()
-    one_step(engine, setup, torch.Generator().manual_seed(rank))
+    one_step(engine, setup, torch.Generator().manual_seed(0))
     with gradtrace.wrap(engine, out_dir.with_name("again")):
-        one_step(engine, setup, torch.Generator().manual_seed(rank))
+        one_step(engine, setup, torch.Generator().manual_seed(0))
     assert _surface(engine) == before
 
 
@@ -67,7 +67,7 @@ def _two_engines(rank: int, out_dir: Path) -> None:
         setup = Setup(stage)
         engine = initialize(setup)
         with gradtrace.wrap(engine, out_dir / str(stage)):
-            one_step(engine, setup, torch.Generator().manual_seed(rank))
+            one_step(engine, setup, torch.Generator().manual_seed(0))
 
 
 def test_two_engines_in_one_process_get_a_trace_each(tmp_path: Path) -> None:
@@ -148,6 +148,17 @@ def test_a_window_that_had_begun_is_partial(tmp_path: Path) -> None:
 def test_what_is_no_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.NotAnEngineError, match=r"torch\.nn\.modules\.linear\.Linear"):
         gradtrace.wrap(torch.nn.Linear(2, 2), tmp_path / "trace")
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    ({"params": "no.such.*"}, {"points": "reduced,local_accum"}),
+    ids=("params", "points"),
+)
+def test_a_plan_that_selects_nothing_is_refused(options: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(errors.BadOptionError):
+        train(Setup(3), tmp_path / "trace", **options)
     assert not (tmp_path / "trace").exists()
 
 

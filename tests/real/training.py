@@ -119,16 +119,20 @@ def initialize(setup: Setup) -> Any:
 
 
 def one_step(engine: Any, setup: Setup, data: torch.Generator) -> list[float]:
+    """Train one step; the global batch is the same rows however ranks and micro-steps cut it."""
     losses = []
     width = 1 if setup.model == "one" else 7
     out = 1 if setup.model == "one" else 5
     dtype = torch.bfloat16 if setup.bf16 else torch.float32
+    rows = setup.ranks * setup.micro_steps * setup.batch
+    rank = torch.distributed.get_rank()
+    all_inputs = torch.randn(rows, width, generator=data).to(dtype)[rank :: setup.ranks]
+    all_targets = torch.randn(rows, out, generator=data).to(dtype)[rank :: setup.ranks]
     for micro_step in range(setup.micro_steps):
-        inputs = torch.randn(setup.batch, width, generator=data).to(dtype)
-        targets = torch.randn(setup.batch, out, generator=data).to(dtype)
+        mine = slice(micro_step * setup.batch, (micro_step + 1) * setup.batch)
         if setup.mode == "set_boundary":
             engine.set_gradient_accumulation_boundary(micro_step == setup.micro_steps - 1)
-        loss = torch.nn.functional.mse_loss(engine(inputs), targets)
+        loss = torch.nn.functional.mse_loss(engine(all_inputs[mine]), all_targets[mine])
         if setup.mode != "managed":
             loss = loss / setup.micro_steps
         losses.append(float(loss.detach()))
@@ -173,7 +177,7 @@ def train_rank(
     if before is not None:
         before(engine)
     tracer = None if out_dir is None else gradtrace.wrap(engine, out_dir, **options)
-    data = torch.Generator().manual_seed(100 + rank)
+    data = torch.Generator().manual_seed(100)
     losses: list[float] = []
     norms: list[float] = []
     for _ in range(setup.steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import torch
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Adapter, Model
 from gradtrace.capture.options import CaptureOptions
-from gradtrace.capture.snapshot import Piece, dtype_name, resolve
+from gradtrace.capture.snapshot import dtype_name, resolve
 from gradtrace.errors import BadOptionError
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.records import Header, Manifest, Parameter
@@ -28,8 +29,6 @@ class Subject:
         model: the engine, its optimizer and its parameters.
         adapter: the declaration that fits the optimizer.
         probes: every probe that was found.
-        groups: parameter index -> optimizer's parameter group.
-        partitions: unit -> this rank's shard.
         absent: point -> why this configuration does not have it.
         dp_ranks: global ranks of the data-parallel group.
         effective: settings as engine and optimizer hold them, as JSON.
@@ -38,8 +37,6 @@ class Subject:
     model: Model
     adapter: Adapter
     probes: tuple[select.Resolved, ...]
-    groups: Mapping[int, int]
-    partitions: Mapping[str, tuple[Piece, ...]]
     absent: Mapping[str, str]
     dp_ranks: tuple[int, ...]
     effective: Mapping[str, Any]
@@ -63,12 +60,13 @@ def examine(engine: Any) -> Subject:
             **select.engine_settings(model),
             **adapter.effective(model),
         }
+        placed = dataclasses.replace(
+            model, places=adapter.places(model), shards=adapter.shards(model)
+        )
         return Subject(
-            model=model,
+            model=placed,
             adapter=adapter,
             probes=probes,
-            groups=adapter.groups(model),
-            partitions=adapter.partitions(model),
             absent=adapter.absent(model),
             dp_ranks=dp_ranks,
             effective=resolve(effective),
@@ -120,7 +118,7 @@ def manifest(run_id: str, subject: Subject, options: CaptureOptions) -> Manifest
                 aliases=model.aliases[index],
                 shape=model.shapes[index],
                 dtype=dtype_name(parameter.dtype),
-                group=subject.groups.get(index),
+                group=model.places.get(index, (None, 0))[0],
                 trainable=parameter.requires_grad,
                 captured=options.selects_param(name),
             )
@@ -140,7 +138,7 @@ def header(
     """Return what only this rank knows, and the layouts of its shards."""
     layouts: dict[int, Layout] = {}
     partitions: dict[str, int] = {}
-    for unit, pieces in subject.partitions.items():
+    for unit, pieces in subject.model.shards.items():
         partitions[unit] = len(layouts)
         layouts[len(layouts)] = pack_spans((p.param, p.param_offset, p.numel) for p in pieces)
     status = {}

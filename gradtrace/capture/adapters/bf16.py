@@ -18,11 +18,11 @@ from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
 
-def _groups(model: Model) -> Mapping[int, int]:
+def _places(model: Model) -> Mapping[int, tuple[int, int]]:
     return {
-        model.of(param): group
+        model.of(param): (group, position)
         for group, params in enumerate(model.optimizer.bf16_groups)
-        for param in params
+        for position, param in enumerate(params)
     }
 
 
@@ -50,7 +50,7 @@ def _shard(model: Model, group: int) -> tuple[Piece, ...]:
     return fill_padding(pieces, size, PADDING)
 
 
-def _partitions(model: Model) -> Mapping[str, tuple[Piece, ...]]:
+def _shards(model: Model) -> Mapping[str, tuple[Piece, ...]]:
     return {
         f"group{group}": _shard(model, group) for group in range(len(model.optimizer.bf16_groups))
     }
@@ -93,21 +93,20 @@ def _reduced(model: Model, call: Call) -> Iterable[Sighting]:
 
 def _master(model: Model, _: Call) -> Iterable[Sighting]:
     for group, shard in enumerate(model.optimizer.fp32_groups_gradient_flat_partition):
-        yield Sighting(f"group{group}", ((shard, _shard(model, group)),))
+        unit = f"group{group}"
+        yield Sighting(unit, ((shard, model.shards[unit]),))
 
 
 def _clipped(model: Model, _: Call) -> Iterable[Sighting]:
     for group, master in enumerate(model.optimizer.fp32_groups_flat_partition):
         if master.grad is not None:
-            yield Sighting(f"group{group}", ((master.grad, _shard(model, group)),))
+            unit = f"group{group}"
+            yield Sighting(unit, ((master.grad, model.shards[unit]),))
 
 
 def _carries(model: Model, param: torch.nn.Parameter) -> bool:
-    for group, params in enumerate(model.optimizer.bf16_groups):
-        for position, candidate in enumerate(params):
-            if candidate is param:
-                return bool(model.optimizer.fp32_groups_has_gradients[group][position])
-    return False
+    group, position = model.place(param)
+    return bool(model.optimizer.fp32_groups_has_gradients[group][position])
 
 
 def _effective(model: Model) -> Mapping[str, Any]:
@@ -196,8 +195,8 @@ BF16 = Adapter(
         "partition": "the shard is a view of the reduced buffer",
         "accumulated": "the whole buffer accumulates before the reduction",
     },
-    groups=_groups,
-    partitions=_partitions,
+    places=_places,
+    shards=_shards,
     carries=_carries,
     window_open=lambda m: any(any(flags) for flags in m.optimizer.fp32_groups_has_gradients),
     dp_group=lambda m: m.optimizer.dp_process_group,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,8 @@ class Model:
         parameters: the parameters themselves, in table order.
         shapes: full shapes, in table order.
         aliases: further names of each parameter.
+        places: table index -> (optimizer group, position in it); empty until an adapter is chosen.
+        shards: unit -> this rank's shard, padding included; empty until then.
     """
 
     engine: Any
@@ -33,12 +35,18 @@ class Model:
     parameters: tuple[torch.nn.Parameter, ...]
     shapes: tuple[tuple[int, ...], ...]
     aliases: tuple[tuple[str, ...], ...]
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    shards: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
 
     def owner(self, name: Owner) -> Any:
         """Return the live object that a probe's method belongs to."""
         if name == "engine":
             return self.engine
         return self.optimizer if name == "optimizer" else self.optimizer.optimizer
+
+    def place(self, parameter: Any) -> tuple[int, int]:
+        """Return a live parameter's optimizer group and its position there."""
+        return self.places[self.of(parameter)]
 
     def of(self, parameter: Any) -> int:
         """Return the table index of a live parameter.
@@ -110,8 +118,9 @@ class Adapter:
         refusals: what this release does not trace.
         attributes: optimizer attributes that anything below reads.
         absent: point -> reason, for points that this optimizer does not have as configured.
-        groups: for each parameter index, the optimizer's parameter group.
-        partitions: unit -> this rank's shard, padding included.
+        places: for each parameter index, the optimizer's group and the position among those that the
+            optimizer keeps together.
+        shards: unit -> this rank's shard, padding included.
         carries: whether a parameter's accumulation buffer holds anything now.
         window_open: whether an accumulation window has begun.
         dp_group: the data-parallel process group.
@@ -124,8 +133,8 @@ class Adapter:
     refusals: tuple[Refusal, ...]
     attributes: tuple[str, ...]
     absent: Callable[[Model], Mapping[str, str]]
-    groups: Callable[[Model], Mapping[int, int]]
-    partitions: Callable[[Model], Mapping[str, tuple[Piece, ...]]]
+    places: Callable[[Model], Mapping[int, tuple[int, int]]]
+    shards: Callable[[Model], Mapping[str, tuple[Piece, ...]]]
     carries: Callable[[Model, torch.nn.Parameter], bool]
     window_open: Callable[[Model], bool]
     dp_group: Callable[[Model], Any]

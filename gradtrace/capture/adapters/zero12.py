@@ -47,11 +47,11 @@ def _reduction_stream(model: Model) -> Any:
     return model.optimizer.reduction_stream if model.optimizer.overlap_comm else None
 
 
-def _groups(model: Model) -> Mapping[int, int]:
+def _places(model: Model) -> Mapping[int, tuple[int, int]]:
     return {
-        model.of(param): group
+        model.of(param): (group, position)
         for group, params in enumerate(model.optimizer.bit16_groups)
-        for param in params
+        for position, param in enumerate(params)
     }
 
 
@@ -65,7 +65,7 @@ def _shard(model: Model, group: int) -> tuple[Piece, ...]:
     return fill_padding(pieces, int(model.optimizer.partition_size[group]), PADDING)
 
 
-def _partitions(model: Model) -> Mapping[str, tuple[Piece, ...]]:
+def _shards(model: Model) -> Mapping[str, tuple[Piece, ...]]:
     return {
         f"group{group}": _shard(model, group) for group in range(len(model.optimizer.bit16_groups))
     }
@@ -130,7 +130,7 @@ def _unit(dtype: torch.dtype) -> str:
 
 def _partition(model: Model, call: Call) -> Iterable[Sighting]:
     param = call.arguments["param"]
-    group = _groups(model)[model.of(param)]
+    group, _ = model.place(param)
     own = _own(model, group, param)
     gradient = model.optimizer.get_gradient_for_reduction(param)
     if own is not None and gradient is not None and not _compact(model, group):
@@ -159,7 +159,7 @@ def _accumulated(model: Model, _: Call) -> Iterable[Sighting]:
 def _from_shard(model: Model, group: int, averaged: Any) -> Any:
     """Return the parts of a list of tensors that together are this rank's flat shard."""
     flat = getattr(averaged, "flat_partition", None)
-    shard = _shard(model, group)
+    shard = model.shards[f"group{group}"]
     if flat is not None:
         return ((flat, shard),)
     parts = []
@@ -196,7 +196,8 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
     gradients = call.arguments["grad_groups_flat"]
     for group, master in enumerate(model.optimizer.single_partition_of_fp32_groups):
         if master.grad is not None and master.grad.data_ptr() == gradients[0].data_ptr():
-            yield Sighting(f"group{group}", ((gradients[0], _shard(model, group)),))
+            unit = f"group{group}"
+            yield Sighting(unit, ((gradients[0], model.shards[unit]),))
 
 
 def _local_accum(model: Model, _: Call) -> Iterable[Sighting]:
@@ -358,8 +359,8 @@ ZERO12 = Adapter(
         "micro_step_id",
     ),
     absent=_absent,
-    groups=_groups,
-    partitions=_partitions,
+    places=_places,
+    shards=_shards,
     carries=_carries,
     window_open=_window_open,
     dp_group=lambda m: m.optimizer.dp_process_group,

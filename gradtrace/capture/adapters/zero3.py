@@ -29,12 +29,12 @@ def _group(model: Model) -> Any:
     return model.optimizer.dp_process_group
 
 
-def _groups(model: Model) -> Mapping[int, int]:
+def _places(model: Model) -> Mapping[int, tuple[int, int]]:
     optimizer = model.optimizer
     return {
-        model.of(param): int(optimizer.sub_group_to_group_id[number])
+        model.of(param): (int(optimizer.sub_group_to_group_id[number]), position)
         for number, params in enumerate(optimizer.fp16_groups)
-        for param in params
+        for position, param in enumerate(params)
     }
 
 
@@ -50,7 +50,7 @@ def _shard(model: Model, number: int) -> tuple[Piece, ...]:
     return fill_padding(pieces, total, PADDING)
 
 
-def _partitions(model: Model) -> Mapping[str, tuple[Piece, ...]]:
+def _shards(model: Model) -> Mapping[str, tuple[Piece, ...]]:
     return {
         f"sub_group{number}": _shard(model, number)
         for number in range(len(model.optimizer.fp16_groups))
@@ -101,7 +101,8 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
     number = call.arguments["sub_group_id"]
     gradient = model.optimizer.fp32_partitioned_groups_flat[number].grad
     if gradient is not None:
-        yield Sighting(f"sub_group{number}", ((gradient, _shard(model, number)),))
+        unit = f"sub_group{number}"
+        yield Sighting(unit, ((gradient, model.shards[unit]),))
 
 
 def _effective(model: Model) -> Mapping[str, Any]:
@@ -223,8 +224,8 @@ ZERO3 = Adapter(
         "local_accum": "stage 3 reduces every micro-step",
         "reduced": "stage 3 reduces and partitions in one call",
     },
-    groups=_groups,
-    partitions=_partitions,
+    places=_places,
+    shards=_shards,
     carries=lambda m, param: param.grad is not None,
     window_open=lambda m: (
         m.optimizer.micro_step_id > 0

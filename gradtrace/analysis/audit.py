@@ -20,6 +20,7 @@ from gradtrace.analysis.laws import (
     reduce,
     replicate,
     seed,
+    unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding
@@ -35,8 +36,11 @@ PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
     partition.check_param,
     accumulate.check_param,
     master.check_param,
+    unscale_clip.check_param,
     end_to_end.check_param,
 )
+# A pass must rest on some hop of the gradient, not on scalars, layouts and padding alone.
+HOPS: Final = ("accumulate_local", "pack", "reduce", "accumulate", "end_to_end")
 _AFTER_ALL: Final = 2**62  # sorts a null micro_step behind every micro-step
 _NAMED: Final = 3
 CLEARLY: Final = 1.2  # how much more support another cause must have
@@ -97,6 +101,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         findings=tuple(findings),
         laws=ledger.counts(),
         notes=tuple(_notes(alignment, chosen, ledger, hidden, stray)),
+        lost=any(counter for counter in ledger.lost.values()),
     )
 
 
@@ -111,7 +116,7 @@ def _verdict(
         return "fail"
     lost = any(counter for counter in ledger.lost.values())
     gaps = stray or any(alignment.step_gaps(step) for step in steps)
-    if lost or gaps or not steps or not any(ledger.checked[law] for law in LAWS):
+    if lost or gaps or not steps or not any(ledger.checked[law] for law in HOPS):
         return "inconclusive"
     return "pass"
 
@@ -131,7 +136,7 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     hops: set[int | None] = {
         entry.param
         for entry in fresh
-        if entry.finding.law not in {"end_to_end", "seed", "replicate"}
+        if entry.finding.law not in {"unscale_clip", "end_to_end", "seed", "replicate"}
     }
     hops.update(param for _, param in mixed)
     kept: list[Found] = []
@@ -197,17 +202,19 @@ def _agreeing(entry: Found, support: _Support) -> Found:
     better = [c for c in usable if support[c, None] > max(CLEARLY * own, SURE)]
     cause = max(better, key=lambda c: (support[c, None], c), default=finding.cause)
     fitting = [candidate for candidate in entry.also if candidate.cause == cause]
+    guilty = None
     if not fitting:
         if cause == finding.cause:
             return entry
         words = f"{finding.point} is too small here to tell alone."
     else:
-        words = max(fitting, key=lambda c: support[c.cause, c.detail]).detail
+        chosen = max(fitting, key=lambda c: support[c.cause, c.detail])
+        words, guilty = chosen.detail, chosen.rank
         mine = [c for c in fitting if finding.detail.startswith(c.detail)]
         if mine and support[cause, words] <= CLEARLY * support[cause, mine[0].detail]:
             return entry
     detail = f"{words} {entry.evidence}".rstrip()
-    return replace(entry, finding=replace(finding, cause=cause, detail=detail))
+    return replace(entry, finding=replace(finding, cause=cause, detail=detail, guilty=guilty))
 
 
 def _across_ranks(found: Sequence[Found]) -> list[Found]:
@@ -290,6 +297,8 @@ def _notes(
     yield from alignment.trace.notes
     if not steps:
         yield "no complete step to judge"
+    elif not any(ledger.checked[law] for law in HOPS):
+        yield "no hop of the gradient path was checked: the plan records too few points or parameters"
     for step in steps:
         gaps = alignment.step_gaps(step)
         if gaps:
@@ -310,9 +319,7 @@ def _notes(
     left_out = [
         point.name
         for point in POINTS
-        if alignment.ranks
-        and alignment.status(point.name) == "not_planned"
-        and point.name != "clipped_grad"
+        if alignment.ranks and alignment.status(point.name) == "not_planned"
     ]
     if left_out:
         yield f"not planned, so not judged: {', '.join(left_out)}"

@@ -49,11 +49,39 @@ def blame(
     return _from(first, theirs[1], "candidate", theirs[1].detail)
 
 
+def standing(baseline: AuditResult, candidate: AuditResult) -> Blame | None:
+    """Name a broken law where the runs do not part: that two runs agree proves neither right."""
+    ours, theirs = baseline.first, candidate.first
+    finding = ours or theirs
+    if finding is None:
+        return None
+    if ours is not None and theirs is not None:
+        side: Side = "both"
+        alike = _signature(ours) == _signature(theirs)
+        told = f"Both runs break {ours.law} alike. {ours.detail}"
+        if not alike:
+            told = f"Baseline: {ours.detail} Candidate: {theirs.detail}"
+    else:
+        side, told = ("candidate" if ours is None else "baseline"), finding.detail
+    return Blame(
+        side,
+        finding.law,
+        finding.cause,
+        finding.step,
+        finding.micro_step,
+        finding.rank if finding.guilty is None else finding.guilty,
+        finding.param,
+        told,
+    )
+
+
 def _from(first: Divergence, finding: Finding, side: Side, detail: str) -> Blame:
     """Turn a finding into blame, for the parameter that diverges if the finding is about it too."""
     param, rank = finding.param, finding.rank
     if first.param in finding.folded:
         param, rank = first.param, None
+    if finding.guilty is not None:
+        rank = finding.guilty
         detail = f"Shown for {finding.param}: {detail}"
     return Blame(
         side, finding.law, finding.cause, finding.step, finding.micro_step, rank, param, detail

@@ -174,6 +174,11 @@ def add_up(terms: Sequence[Estimate], dtype: Dtype) -> Estimate:
     return Estimate(value, error, overflow)
 
 
+def either(one: Estimate, other: Estimate) -> Estimate:
+    """Allow what either of two ways to compute the same values may lose."""
+    return Estimate(one.value, np.maximum(one.error, other.error), one.overflow | other.overflow)
+
+
 def scale(term: Estimate, factor: float, dtype: Dtype) -> Estimate:
     """Multiply or divide by a scalar, the product rounded to a dtype.
 

@@ -35,11 +35,13 @@ class Candidate:
         cause: one of `results.CAUSES`.
         detail: a sentence that says what happened.
         score: minus log10 of the chance that values as wrong as these fit by accident.
+        rank: the guilty rank, where the cause names one.
     """
 
     cause: str
     detail: str
     score: float
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def explain(
         result = _test(found, estimate, hypothesis, context)
         if result is not None:
             fitting.append((hypothesis, *result))
-    also = tuple(Candidate(h.cause, h.detail, score) for h, _, score in fitting)
+    also = tuple(Candidate(h.cause, h.detail, score, h.rank) for h, _, score in fitting)
     sure = [entry for entry in fitting if entry[2] >= SURE]
     if sure:
         # Closer than a rounding or two is no better: a measured factor follows even the noise.

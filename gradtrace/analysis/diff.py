@@ -15,7 +15,7 @@ from typing import Final
 
 from gradtrace.analysis.align import Alignment
 from gradtrace.analysis.audit import audit_alignment
-from gradtrace.analysis.blame import blame
+from gradtrace.analysis.blame import blame, standing
 from gradtrace.analysis.bounds import coarsest
 from gradtrace.analysis.clipping import ClipReport, compare_clipped
 from gradtrace.analysis.compare import (
@@ -39,7 +39,7 @@ from gradtrace.analysis.walk import Walk, begin, end, growth_of
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.reader import Trace, open_trace
 
-COUNTS: Final = ("compared", "equal", "rounding", "diverged", "left_out")
+COUNTS: Final = ("compared", "equal", "rounding", "undecided", "diverged", "left_out")
 _NAMED: Final = 3
 
 
@@ -89,8 +89,9 @@ def _trace_notes(opened: Sequence[Alignment], common: Sequence[int]) -> tuple[st
         notes += [f"{name}: {note}" for note in side.trace.notes]
         alone = [step for step in side.steps if step not in set(common)]
         if alone:
-            steps = f"{alone[0]}" if len(alone) == 1 else f"{alone[0]} to {alone[-1]}"
-            notes.append(f"only the {name} holds step {steps}: {len(alone)} not compared")
+            steps = some([str(step) for step in alone])
+            count = "1 step" if len(alone) == 1 else f"{len(alone)} steps"
+            notes.append(f"only the {name} holds {count} ({steps}): not compared")
     return tuple(notes)
 
 
@@ -111,7 +112,7 @@ def _mode(walk: Walk, sides: tuple[Side, Side], step: int) -> Mode | None:
         else f"{counts[0]} micro-steps against {counts[1]} in step {step}"
     )
     if obstacle is not None:
-        walk.note(f"{obstacle}, and {reason}: nothing corresponds")
+        walk.doubt(f"{obstacle}, and {reason}: nothing corresponds")
         return None
     walk.note(
         f"{reason}: only the averaged gradient at the boundary, divided by the sum of the measured "
@@ -124,7 +125,6 @@ def _compare_step(walk: Walk, gate: Gate, sides: tuple[Side, Side], number_: int
     begin(walk, sides, number_)
     mode = _mode(walk, sides, number_)
     if mode is None:
-        walk.unsure = True
         return
     dtype = coarsest([side.path.dtype.name for side in sides])
     tally = Tally()
@@ -138,8 +138,7 @@ def _compare_step(walk: Walk, gate: Gate, sides: tuple[Side, Side], number_: int
     if mode == "full" and not step.recorded("local_grad"):
         stories.update(judge_losses(walk, step))
     if tally.lost:
-        walk.note(f"step {number_}: records were lost, so not compared: {some(list(tally.lost))}")
-    walk.unsure |= bool(tally.lost)
+        walk.doubt(f"step {number_}: records were lost, so not compared: {some(list(tally.lost))}")
     walk.counts.update(tally.counts)
     walk.widest = max(walk.widest, (tally.widest[0], f"{tally.widest[1]}, step {number_}"))
     walk.growth.append(growth_of(step))
@@ -181,6 +180,9 @@ def _result(
     audits: tuple[AuditResult, AuditResult],
     trace_notes: Sequence[str],
 ) -> DiffResult:
+    for side, result in zip(sides, audits, strict=True):
+        if result.lost:
+            walk.doubts[f"the {side.name} lacks records that it should hold: see its audit"] = None
     verdict = _verdict(walk, sides, steps)
     first: Divergence | None = None
     guilt: Blame | None = None
@@ -189,9 +191,17 @@ def _result(
         cause, detail = walk.story
         guilt = blame(first, *audits, cause=cause, detail=detail)
         first = _located(first, guilt, gate, sides)
+        walk.notes.update(dict.fromkeys(_order_notes(first, guilt)))
+    else:
+        guilt = standing(*audits)
     counts = {name: walk.counts[name] for name in COUNTS}
-    counts["compared"] = counts["equal"] + counts["rounding"] + counts["diverged"]
-    notes = [*gate.notes, *trace_notes, *walk.notes, *_closing_notes(walk, sides, steps, audits)]
+    counts["compared"] = sum(counts[name] for name in COUNTS[1:-1])
+    closing = _closing_notes(walk, sides, steps, audits)
+    notes = [*gate.notes, *trace_notes, *walk.notes, *closing]
+    if verdict == "inconclusive":  # the reason comes first: reports make it their headline
+        if not counts["compared"]:
+            walk.doubts["nothing that both traces hold could be compared"] = None
+        notes = [*walk.doubts, *closing, *gate.notes, *trace_notes, *walk.notes]
     return DiffResult(
         verdict=verdict,
         first=first,
@@ -204,12 +214,26 @@ def _result(
     )
 
 
+def _order_notes(first: Divergence, guilt: Blame) -> list[str]:
+    """Explain blame that lies before the first difference."""
+    late = 2**62
+    blamed = (guilt.step, late if guilt.micro_step is None else guilt.micro_step)
+    seen = (first.step, late if first.micro_step is None else first.micro_step)
+    if guilt.law is None or guilt.step is None or blamed >= seen:
+        return []
+    when = "" if guilt.micro_step is None else f", micro-step {guilt.micro_step}"
+    return [
+        f"the blamed law breaks at step {guilt.step}{when}, before the first difference: what the runs "
+        "hold in between does not correspond, and was left out of the comparison"
+    ]
+
+
 def _verdict(walk: Walk, sides: tuple[Side, Side], steps: Sequence[int]) -> DiffVerdict:
     if walk.first is not None:
         return "diverged"
     gaps = any(side.align.step_gaps(step) for side in sides for step in steps)
-    compared = walk.counts["equal"] + walk.counts["rounding"]
-    if walk.unsure or gaps or not compared:
+    compared = walk.counts["equal"] + walk.counts["rounding"] + walk.counts["undecided"]
+    if walk.doubts or gaps or not compared:
         return "inconclusive"
     return "rounding" if walk.counts["rounding"] else "agree"
 

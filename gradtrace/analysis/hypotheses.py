@@ -35,6 +35,7 @@ class Hypothesis:
         estimate: what would have been recorded.
         exempt: elements of which the hypothesis says nothing, or ``None``.
         score: its own weight of evidence (see `Candidate`), where the distance does not tell.
+        rank: the guilty rank, where the hypothesis names one.
     """
 
     cause: str
@@ -42,6 +43,7 @@ class Hypothesis:
     estimate: Estimate
     exempt: Mask | None = None
     score: float | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,13 @@ def _snapped(
     if absent and not more:
         cause = "rank_missing" if design.kind == "rank" else "dropped_micro_steps"
         what = f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing"
-        yield Hypothesis(cause, f"In {context.point}, {what}; the rest is right.", combined)
+        one = absent[0] if cause == "rank_missing" and len(absent) == 1 else None
+        yield Hypothesis(
+            cause,
+            f"In {context.point}, {what}; the rest is right.",
+            combined,
+            rank=None if one is None else int(one.removeprefix("rank ")),
+        )
     elif not absent and set(snapped) == {1.0, 2.0}:
         yield Hypothesis("double_counted", f"In {context.point}, {'; '.join(more)}.", combined)
     elif more and not absent:

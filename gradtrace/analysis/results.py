@@ -28,6 +28,7 @@ LAWS: Final = (
     "partition",
     "accumulate",
     "master",
+    "unscale_clip",
     "end_to_end",
 )
 
@@ -83,6 +84,7 @@ class Finding:
         detail: one or two sentences with the evidence.
         test: which of section 4's tests convicted: ``bound``, ``coefficients`` or ``exact``.
         folded: names of parameters whose same-law findings are folded into this one.
+        guilty: the rank that did it, where that is another than the one that holds the wrong value.
     """
 
     law: str
@@ -101,6 +103,7 @@ class Finding:
     detail: str
     test: str = "bound"
     folded: tuple[str, ...] = ()
+    guilty: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the members of section 7's ``first``."""
@@ -161,6 +164,7 @@ class AuditResult:
         findings: all independent findings in report order; ``first`` is the first of them.
         laws: name -> counts, for every law of `LAWS`.
         notes: what a reader should know.
+        lost: something that should be there is not, so that a law could not be checked.
     """
 
     verdict: AuditVerdict
@@ -168,6 +172,7 @@ class AuditResult:
     findings: tuple[Finding, ...]
     laws: Mapping[str, LawCount]
     notes: tuple[str, ...]
+    lost: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what ``audit --json`` prints."""

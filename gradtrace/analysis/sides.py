@@ -238,7 +238,9 @@ class Locals:
         size, terms = total.size, total.terms
         with np.errstate(invalid="ignore", over="ignore"):
             value = total.value * factor
-            roundings = self.occurrences + len(micro_steps) + len(ranks) - 3 + casts
+            # Occurrences may be added to what was carried one by one.
+            added = max(self.occurrences * len(micro_steps) - 1, 0)
+            roundings = added + len(ranks) - 1 + casts
             growth = gamma(roundings, path.dtype.unit_roundoff)
             error = (growth + gamma(2 * terms + 2, _U64)) * size * factor
             steps = max(1, len(micro_steps))

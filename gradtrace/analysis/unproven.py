@@ -60,9 +60,9 @@ def _count(walk: Walk, step: Step, entry: Sample, status: str) -> None:
     elif status == "equal":
         tally.counts["equal"] += 1
     elif status == "unresolved":
-        tally.counts["rounding"] += 1
-        if not walk.unsure:
-            walk.note(
+        tally.counts["undecided"] += 1
+        if not walk.doubts:
+            walk.doubt(
                 f"step {step.step}{at_micro_step(entry.micro_step)}: {entry.point} of {entry.name} "
                 f"differs by {relative:.2g} of its norm: more than rounding usually explains, and "
                 "nothing recorded says whether the weights were equal or why they were not"
@@ -71,7 +71,6 @@ def _count(walk: Walk, step: Step, entry: Sample, status: str) -> None:
                 f"{entry.name} differs by {relative:.2g} of its norm: too much to call it rounding, "
                 "too little to call it a divergence"
             )
-        walk.unsure = True
     else:
         tally.counts["rounding"] += 1
         walk.by_size |= status == "rounding" and not entry.equal
@@ -178,8 +177,7 @@ def judge_losses(walk: Walk, step: Step) -> dict[Place, tuple[str, str]]:
             one, two = losses
             size = max(abs(one), abs(two))
             if abs(one - two) <= 4 * math.sqrt(step.dtype.unit_roundoff) * size:
-                walk.unsure = True
-                walk.note(
+                walk.doubt(
                     f"step {step.step}{at_micro_step(micro_step)}: the losses of rank {rank} "
                     f"differ: {one:.8g} against {two:.8g}, and no local gradient was recorded"
                 )

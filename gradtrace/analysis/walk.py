@@ -26,7 +26,7 @@ class Walk:
         same_start: nothing that was recorded before the step differs, so its weights are equal.
         drifted: earlier differences explain that they are not.
         last: the step before, or ``None``.
-        unsure: something could not be compared, or not be judged.
+        doubts: what could not be compared or judged, in words; none means that the verdict is sure.
         by_size: something is called rounding because of its size alone.
         widest: the largest relative difference that rounding explains, and where.
         first: the first divergence.
@@ -39,11 +39,16 @@ class Walk:
     same_start: bool = True
     drifted: bool = False
     last: int | None = None
-    unsure: bool = False
+    doubts: dict[str, None] = field(default_factory=dict)
     by_size: bool = False
     widest: tuple[float, str] = (0.0, "")
     first: Outcome | None = None
     story: tuple[str, str] = ("unknown", "")
+
+    def doubt(self, text: str) -> None:
+        """Add a note that makes the verdict inconclusive, once."""
+        self.doubts[text] = None
+        self.note(text)
 
     def note(self, text: str) -> None:
         """Add a note once."""
@@ -73,7 +78,8 @@ def end(walk: Walk, step: Step) -> None:
         for side in step.sides
     }
     counts = step.tally.counts
-    same &= len(optimizers) == 1 and not counts["rounding"] and not counts["diverged"]
+    same &= len(optimizers) == 1
+    same &= not any(counts[name] for name in ("rounding", "undecided", "diverged"))
     walk.drifted |= not same
     walk.same_start = same and counts["equal"] > 0 and not step.partial and not step.tally.lost
 

@@ -8,8 +8,9 @@ at 3177), so the factor across every forward-output hook is measured, not believ
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from gradtrace.capture.patching import Patches, add_hook
 
 ENGINE_PATH: Final = "engine.backward"
 TENSOR_PATH: Final = "tensor.backward"
+_RESOLVED: Final = 1e-30  # below it, gradients may be subnormal, and ratios of them mean little
 
 
 class Guard(Protocol):
@@ -33,10 +35,18 @@ class Guard(Protocol):
 
 @dataclass(slots=True)
 class _Output:
-    """Hold what is seen of one output tensor's gradient, on both sides of DeepSpeed's hook."""
+    """Hold what is seen of one output tensor's gradient, on both sides of DeepSpeed's hook.
 
+    Attributes:
+        tensor: the output, weakly.
+        above: outputs that were computed from this one: their gradients come through here.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
     scalar: bool
     value: torch.Tensor | None
+    above: list[_Output] = field(default_factory=list)
+    factor: torch.Tensor | None = None
     index: torch.Tensor | None = None
     before: torch.Tensor | None = None
 
@@ -77,6 +87,7 @@ class BackwardWatch:
         self._facts: dict[str, Any] = {}
         self._factors: list[tuple[_Output, torch.Tensor, torch.dtype]] = []
         self._pending: dict[int, _Output] = {}
+        self._outputs: dict[int, _Output] = {}
         self._scaled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._backward_signature = select.signature_of(model.engine.backward)
 
@@ -117,23 +128,31 @@ class BackwardWatch:
         self._path = None
         if self._recording():
             with self._guard("loss"):
-                facts = self._complete()
-            self._on_end(facts)
+                self._on_end(self._complete())
         self._factors = []
         self._scaled = None
+        self._outputs = {
+            key: seen for key, seen in self._outputs.items() if seen.tensor() is not None
+        }
 
     def _complete(self) -> dict[str, Any]:
         facts = dict(self._facts)
-        factors = [_ratio(after, seen.before) for seen, after, _ in self._factors]
+        for seen, after, _ in self._factors:
+            seen.factor = _ratio(after, seen.before)
+        # Where one output was computed from another, the hooks' factors multiply.
+        factors = [_through(seen) for seen, _, _ in self._factors]
         scalars = [seen for seen, _, _ in self._factors if seen.scalar]
+        own = facts.pop("output", None)
+        if own is not None:
+            # The caller's loss is an output itself: a hook of ours on it runs after DeepSpeed's.
+            facts["loss_grad"] = own.before
         if facts["path"] == TENSOR_PATH:
             if self._scaled is not None and self._scaled[1]:
                 facts.update(loss=self._scaled[0], loss_grad=self._scaled[1][0])
             elif len(scalars) == 1:
                 facts.update(loss=scalars[0].value, loss_grad=scalars[0].before)
-        factor = factors[0] if factors else 1.0
         grad = facts["loss_grad"]
-        facts["seed"] = None if grad is None else grad * factor
+        facts["seed"] = None if grad is None else grad * (factors[0] if factors else 1.0)
         facts["output_factors"] = factors
         facts["output_dtypes"] = [
             str(dtype).removeprefix("torch.") for _, _, dtype in self._factors
@@ -146,6 +165,8 @@ class BackwardWatch:
     ) -> Any:
         if self._path is not None and self._path == ENGINE_PATH:
             return original(*args, **kwargs)  # an engine that calls its own backward again
+        if self._path == TENSOR_PATH:
+            self._abandon(_never_ended())
         wanted = self._backward_signature.bind_partial(*args, **kwargs)
         wanted.apply_defaults()
         self._begin(ENGINE_PATH, wanted.arguments.get("scale_wrt_gas"))
@@ -176,6 +197,10 @@ class BackwardWatch:
         with self._guard("loss"):
             self._facts["loss"] = loss.detach().clone()
             facts = self._facts
+            output = self._outputs.get(id(loss))
+            if output is not None and output.tensor() is loss:
+                facts["output"] = output
+                return handle
 
             def hook(gradient: torch.Tensor) -> None:
                 facts["loss_grad"] = gradient.detach().to(torch.float64)
@@ -188,7 +213,7 @@ class BackwardWatch:
     ) -> Any:
         task = torch._C._current_graph_task_id()
         if self._path == TENSOR_PATH and task != self._task:
-            self._abandon(RuntimeError("the backward pass before this one never came to its end"))
+            self._abandon(_never_ended())
         if self._path is None:
             self._task = task
             self._begin(TENSOR_PATH, None)
@@ -220,11 +245,15 @@ class BackwardWatch:
             return
         with self._guard("loss"):
             self._pending = {}
-            for tensor in _tensors(outputs):
+            tensors = list({id(tensor): tensor for tensor in _tensors(outputs)}.values())
+            for tensor in tensors:
                 scalar = tensor.numel() == 1
-                seen = _Output(scalar, tensor.detach().clone() if scalar else None)
+                value = tensor.detach().clone() if scalar else None
+                seen = _Output(weakref.ref(tensor), scalar, value)
                 self._pending[id(tensor)] = seen
                 add_hook(tensor, _before_hook(seen))
+            _link(tensors, self._pending)
+            self._outputs.update(self._pending)
 
     def _around_forward(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,6 +278,10 @@ class BackwardWatch:
         return hook
 
 
+def _never_ended() -> RuntimeError:
+    return RuntimeError("the backward pass before this one never came to its end")
+
+
 def _before_hook(seen: _Output) -> Callable[[torch.Tensor], None]:
     """Look at the gradient's largest element before DeepSpeed's own hook may scale it."""
 
@@ -262,8 +295,53 @@ def _before_hook(seen: _Output) -> Callable[[torch.Tensor], None]:
 
 
 def _ratio(after: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """Return the factor between two sides of a hook; NaN, which states nothing, for tiny gradients."""
     assert before is not None
-    return after / before  # 0/0 is NaN: recorded as such, and then no statement
+    return torch.where(before.abs() < _RESOLVED, torch.nan, after / before)
+
+
+def _through(seen: _Output) -> torch.Tensor:
+    """Return the factor of an output's own hook and of those that its gradient came through."""
+    assert seen.factor is not None
+    product = seen.factor
+    for other in seen.above:
+        if other.factor is not None:
+            product = product * other.factor
+    return product
+
+
+def _link(tensors: list[torch.Tensor], seen: Mapping[int, _Output]) -> None:
+    """Find which outputs were computed from which others, by walking the autograd graph.
+
+    DeepSpeed (0.18.3 to 0.19.8) puts its hook on every output, so that a loss computed from logits
+    that are returned too has its gradient divided twice.
+    """
+    nodes = {tensor.grad_fn: seen[id(tensor)] for tensor in tensors}
+    if len(nodes) < 2:
+        return
+    direct: dict[int, list[_Output]] = {id(output): [] for output in nodes.values()}
+    for start, output in nodes.items():
+        visited = {start}
+        waiting = [start]
+        while waiting:
+            node = waiting.pop()
+            for below, _ in () if node is None else node.next_functions:
+                if below is None or below in visited:
+                    continue
+                visited.add(below)
+                if below in nodes:  # what lies further down is reached from there
+                    direct[id(nodes[below])].append(output)
+                else:
+                    waiting.append(below)
+    for output in nodes.values():
+        found: dict[int, _Output] = {}
+        pending = list(direct[id(output)])
+        while pending:
+            other = pending.pop()
+            if id(other) not in found:
+                found[id(other)] = other
+                pending += direct[id(other)]
+        output.above = list(found.values())
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:

@@ -79,8 +79,18 @@ def check_plan(subject: Subject, options: CaptureOptions) -> None:
     """Refuse a plan that would leave a trace of nothing.
 
     Raises:
-        BadOptionError: no trainable parameter, or no point of this stage, is selected.
+        BadOptionError: no trainable parameter or no point of this stage is selected, or a rank that
+            this run does not have.
     """
+    world_size = torch.distributed.get_world_size()
+    absent = [rank for rank in sorted(options.ranks or ()) if rank >= world_size]
+    if absent:
+        raise BadOptionError(
+            f"ranks {', '.join(map(str, absent[:5]))}",
+            where="capture option ranks",
+            expected=f"global ranks below the world size, {world_size}",
+            remedy="Correct the numbers.",
+        )
     model = subject.model
     trainable = [
         name

@@ -50,6 +50,7 @@ class Recorder:
         self._queue = queue
         self._records = 0
         self._gaps = 0
+        self._seen = 0  # sightings, whether or not the plan selects anything of them
         self._occurrences: Counter[tuple[int | None, str, str]] = Counter()
         self._tensor_bytes = 0
         self._disarmed = False
@@ -67,6 +68,7 @@ class Recorder:
 
     def record(self, point: str, sighting: Sighting) -> None:
         """Copy what was seen and hand it to the writer thread."""
+        self._seen += 1
         micro_step = self._clock.micro_step if BY_NAME[point].per_micro_step else None
         snapshot: Snapshot | None = None
         if sighting.parts:
@@ -110,7 +112,7 @@ class Recorder:
 
     def end_step(self, facts: Mapping[str, Any], *, partial: bool) -> None:
         """Close the open step with its scalars."""
-        if self._records + self._gaps == 0:
+        if self._seen + self._gaps == 0:
             self.trouble("no_records", "no probe fired in a finished step")
         step, micro_steps = self._clock.step, self._clock.micro_steps
         records, gaps = self._records, self._gaps
@@ -134,13 +136,17 @@ class Recorder:
 
     def next_step(self) -> None:
         """Begin the step that the clock now shows."""
-        self._records = self._gaps = 0
+        self._records = self._gaps = self._seen = 0
         self._occurrences.clear()
         self._step_open = self.recording = (
             not self._disarmed
             and self._queue.failure is None
             and self._options.selects_step(self._clock.step)
         )
+
+    def seal_soon(self) -> None:
+        """Ask the writer thread to seal all that waits, without waiting for it."""
+        self._put(lambda writer: writer.seal(), 0)
 
     def guard(self, point: str | None, unit: str | None = None) -> Guard:
         """Return a context that keeps an observer's exception out of the training."""

@@ -72,7 +72,8 @@ def wrap(
                 "an engine that is being traced already",
                 where="wrap(engine, ...)",
                 expected="one tracer an engine",
-                remedy="Close the first tracer before wrapping again.",
+                remedy="Close the first tracer before wrapping again; under 'gradtrace run', which wraps "
+                "every engine, take the script's own wrap() out.",
             )
         subject = describe.examine(engine)
         describe.check_plan(subject, options)
@@ -226,7 +227,8 @@ class Tracer:
         wanted = "local_grad" in self._options.points
 
         def hook(gradient: torch.Tensor) -> None:
-            if not recorder.recording:
+            # torch.autograd.grad() on parameters fires this hook too, and is no backward pass.
+            if not recorder.recording or not self._clock.in_backward:
                 return
             with recorder.guard("local_grad", unit):
                 if self._accumulates and index not in self._carried:
@@ -247,6 +249,7 @@ class Tracer:
     def _fail_backward(self, error: BaseException) -> None:
         detail = f"{type(error).__name__}: {error}"
         self._recorder.gap(None, None, "backward_failed", detail)
+        self._recorder.seal_soon()  # such an exception often ends the job, and then with a signal
 
     def _around_step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

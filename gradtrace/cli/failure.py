@@ -18,7 +18,8 @@ ERROR_VERSION: Final = 1
 
 OS_ERROR: Final = "os_error"
 INTERNAL: Final = "internal"
-OWN_SLUGS: Final = (OS_ERROR, INTERNAL)  # beside those of gradtrace.errors
+OUT_OF_MEMORY: Final = "out_of_memory"
+OWN_SLUGS: Final = (OS_ERROR, OUT_OF_MEMORY, INTERNAL)  # beside those of gradtrace.errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,18 @@ def of_os_error(error: OSError) -> Failure:
         str(error.filename) if error.filename is not None else "reading or writing",
         "a file that can be read or written",
         "Check that it exists, who may use it, and that the disk is not full.",
+    )
+
+
+def of_memory() -> Failure:
+    """Describe a trace that claims, or has, tensors too large for this machine."""
+    return Failure(
+        OUT_OF_MEMORY,
+        2,
+        "a parameter that does not fit into memory",
+        "reading a trace",
+        "float64 copies of one parameter at a time to fit",
+        "Read it on a larger machine, or record fewer parameters with --params.",
     )
 
 

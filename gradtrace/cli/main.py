@@ -99,6 +99,8 @@ def run(argv: Sequence[str]) -> int:
         return BROKEN_PIPE
     except OSError as error:
         return failure.report(failure.of_os_error(error), as_json)
+    except MemoryError:
+        return failure.report(failure.of_memory(), as_json)
     except Exception as error:
         if "--debug" in argv or os.environ.get("GRADTRACE_DEBUG", "0") not in ("", "0"):
             failure.print_traceback(error)

@@ -45,11 +45,13 @@ def run_script(
             remedy="Give the path of the script, after gradtrace's own options.",
         )
     tracers: list[Any] = []
+    engines = [0]
 
     def on_engine(engine: Any) -> None:
         from gradtrace.capture.tracer import wrap
 
-        number = len(tracers)
+        number = engines[0]
+        engines[0] += 1
         place = Path(out_dir)
         place = place if number == 0 else place.with_name(f"{place.name}-engine{number}")
         tracers.append(wrap(engine, place, **options))
@@ -76,9 +78,23 @@ def run_script(
             tracer.close(reason)
         restore()
         sys.argv, sys.path[0] = argv, path0
-        if not tracers:
+        _say(script, out_dir, tracers, engines[0], reason)
+
+
+def _say(
+    script: Path, out_dir: str | Path, tracers: Sequence[Any], engines: int, reason: str
+) -> None:
+    """Tell, once a job, what became of the trace."""
+    if engines == 0 and reason == "closed":
+        print(
+            f"gradtrace: {script} made no DeepSpeed engine; {out_dir} was not written",
+            file=sys.stderr,
+        )
+    for tracer in tracers:
+        if tracer.rank == 0:
             print(
-                f"gradtrace: {script} made no DeepSpeed engine; {out_dir} was not written",
+                f"gradtrace: {tracer.path} holds the trace, up to step {tracer.step}; "
+                f"try: gradtrace audit {tracer.path}",
                 file=sys.stderr,
             )
 

@@ -51,14 +51,22 @@ def diff_page(result: DiffResult, baseline: str, candidate: str) -> Page:
 
 
 def _verdict(result: DiffResult) -> tuple[str, Tone]:
-    first = result.first
-    if result.verdict == "agree":
-        return "AGREE: everything compared is bitwise equal", "good"
-    if result.verdict == "rounding":
-        return "ROUNDING: the runs differ by no more than rounding explains", "good"
+    first, blame = result.first, result.blame
+    if result.verdict in ("agree", "rounding"):
+        told = {
+            "agree": "AGREE: everything compared is bitwise equal",
+            "rounding": "ROUNDING: the runs differ by no more than rounding explains",
+        }[result.verdict]
+        if blame is None:
+            return told, "good"
+        who = "both runs break" if blame.side == "both" else f"the {blame.side} breaks"
+        return f"{told}, but {who} the law '{blame.law}'", "warn"
     if result.verdict == "diverged" and first is not None:
         where = words.place(first.step, first.micro_step)
-        return f"DIVERGED at {where}, {words.thing(first.point, first.param)}", "bad"
+        wrong = ""
+        if blame is not None and blame.side != "neither":
+            wrong = ": both are wrong" if blame.side == "both" else f": {blame.side} is wrong"
+        return f"DIVERGED at {where}, {words.thing(first.point, first.param)}{wrong}", "bad"
     reason = result.notes[0] if result.notes else "see the counts"
     head = {"not_comparable": "NOT COMPARABLE", "inconclusive": "INCONCLUSIVE"}
     return f"{head.get(result.verdict, result.verdict.upper())}: {reason}", "warn"
@@ -174,6 +182,7 @@ def _counts(result: DiffResult) -> Section | None:
         "compared": "compared",
         "equal": "bitwise equal",
         "rounding": "within rounding",
+        "undecided": "too far apart for rounding, too close for a divergence",
         "diverged": "beyond rounding",
         "left_out": "left out",
     }

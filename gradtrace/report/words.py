@@ -16,6 +16,7 @@ LAW_WORDS: Final = {
     "partition": "shard = own reduced part",
     "accumulate": "buffer = before + shard",
     "master": "master = accumulated",
+    "unscale_clip": "clipped = master / factor",
     "end_to_end": "master = mean of locals",
 }
 
@@ -28,6 +29,7 @@ LAW_POINTS: Final = {
     "partition": "partition",
     "accumulate": "accumulated",
     "master": "master_grad",
+    "unscale_clip": "clipped_grad",
     "end_to_end": "master_grad",
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace.analysis.audit import audit
-from gradtrace.errors import CaptureError, MissingDependencyError, TraceExistsError
+from gradtrace.errors import BadOptionError, CaptureError, MissingDependencyError, TraceExistsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,15 @@ def run_demo(out_dir: Path, progress: Callable[[str], None]) -> DemoTraces:
                 f"no {package}",
                 where="gradtrace demo",
                 expected="torch and deepspeed, to train with",
-                remedy="Run: pip install 'gradtrace[deepspeed]'",
+                remedy="Install them; from a checkout: pip install -c constraints.txt '.[deepspeed]'",
             )
+    if out_dir.exists() and not out_dir.is_dir():
+        raise BadOptionError(
+            "a file",
+            where=str(out_dir),
+            expected="a directory, or nothing yet",
+            remedy="Choose another place with -o.",
+        )
     for name in ("zero2", "zero3"):
         if (out_dir / name).exists():
             raise TraceExistsError(
@@ -89,11 +96,11 @@ def run_demo(out_dir: Path, progress: Callable[[str], None]) -> DemoTraces:
 
 def _train(out_dir: Path, release: str, stages: tuple[str, ...], *, plant: bool) -> Any:
     environment = {
-        "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         # Releases load each other's operators from one cache, and fail.
         "TORCH_EXTENSIONS_DIR": str(Path(tempfile.gettempdir()) / f"gradtrace-ops-{release}"),
         **os.environ,
+        "DS_ACCELERATOR": "cpu",
         # DeepSpeed looks for ninja on the path, and it is installed beside the interpreter.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
@@ -103,9 +110,14 @@ def _train(out_dir: Path, release: str, stages: tuple[str, ...], *, plant: bool)
     )
     if done.returncode != 0:
         raise CaptureError(
-            f"the demo's training failed:\n{done.stderr[-2000:]}",
+            f"a training that failed: {_last_line(done.stderr)}",
             where=" ".join(command),
             expected="a training on two CPU ranks",
-            remedy="Check that torch and deepspeed import, and report this if they do.",
+            remedy="Run the command above by itself to see all that it prints.",
         )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"

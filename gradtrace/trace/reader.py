@@ -25,7 +25,7 @@ from gradtrace.trace import schema, validate
 from gradtrace.trace.dtypes import DTYPES, Float64, to_float64
 from gradtrace.trace.records import Gap, Header, Manifest, RankTrace, Record, Shard, StepEnd
 from gradtrace.trace.shards import ShardReader
-from gradtrace.trace.spans import Layout, layout_numel
+from gradtrace.trace.spans import PADDING, Layout, layout_numel
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,14 @@ def open_trace(path: str | Path) -> Trace:
     manifest = _read_manifest(root)
     ranks: dict[int, RankTrace] = {}
     notes: list[str] = []
+    promised = {schema.rank_dir(rank) for rank in manifest.ranks}
+    for entry in sorted(root.glob("rank-*")):
+        if entry.name not in promised:
+            validate.damaged(
+                f"files of a rank that the manifest does not promise ({entry.name[:40]})",
+                str(root),
+                f"the ranks of its plan, {len(promised)} of {manifest.world_size}",
+            )
     for rank in manifest.ranks:
         directory = root / schema.rank_dir(rank)
         if not (directory / schema.HEADER).is_file():
@@ -243,6 +251,7 @@ class _Index:
         self._steps: dict[int, StepEnd] = {}
         self._shards: dict[str, Shard] = {}
         self._open_step: int | None = None
+        self._admitted: set[int] = set()
         self._identities: set[tuple[int | None, str, str, int]] = set()  # of the open step
 
     def add_layout(self, fields: validate.Fields) -> None:
@@ -291,6 +300,7 @@ class _Index:
         elif kind == "record":
             record = validate.record(fields, rank, len(self._records), self.layouts, self._shards)
             self._check_step(record.step, fields.where)
+            self._check_plan(record, fields.where)
             identity = (record.micro_step, record.point, record.unit, record.occurrence)
             if identity in self._identities:
                 found = f"{record.point} {record.unit[:40]!r} twice"
@@ -304,11 +314,32 @@ class _Index:
         elif kind == "step_end":
             end = validate.step_end(fields, rank)
             self._check_step(end.step, fields.where)
+            if end.partial and end.step != 0:
+                validate.damaged("a later step that is partial", fields.where, "step 0 alone")
             self._steps[end.step] = end
             self._open_step = None
             self._identities.clear()
         else:
             validate.damaged(f"a line of kind {kind[:20]!r}", fields.where, "a kind of version 1")
+
+    def _check_plan(self, record: Record, where: str) -> None:
+        """Check that the manifest and the header admit the record: what they deny is not judged."""
+        status = self.header.points[record.point]
+        if status != "recorded":
+            validate.damaged(f"a record at {record.point}", where, f"none: {status[:60]}")
+        group = record.facts.get("ranks") if record.point == "bucket" else None
+        if group is not None and max(group) >= self._manifest.world_size:
+            found = f"a collective of ranks {str(group)[:60]}"
+            validate.damaged(found, where, f"ranks below {self._manifest.world_size}")
+        if record.layout is None or record.layout in self._admitted:
+            return
+        for span in self.layouts[record.layout]:
+            if span.param != PADDING:
+                parameter = self._manifest.parameters[span.param]
+                if not parameter.captured or not parameter.trainable:
+                    found = f"a record of {parameter.name[:60]!r}"
+                    validate.damaged(found, where, "captured, trainable parameters")
+        self._admitted.add(record.layout)
 
     def _check_step(self, step: int, where: str) -> None:
         if step in self._steps or (self._open_step is not None and step != self._open_step):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from gradtrace.errors import DamagedTraceError
+from gradtrace.trace import facts as fact_checks
 from gradtrace.trace import points
 from gradtrace.trace.dtypes import DTYPES
 from gradtrace.trace.records import Gap, Header, Manifest, Parameter, Record, Shard, StepEnd
@@ -18,7 +19,7 @@ from gradtrace.trace.spans import PADDING, Layout, Span
 
 MAX_COUNT = 2**48  # more elements, bytes or ranks than any run has
 MAX_TEXT = 4096
-MAX_MICRO_STEPS = 100_000  # everything that judges a trace counts through them
+MAX_MICRO_STEPS = 10_000  # everything that judges a trace counts through them
 
 
 class Fields:
@@ -132,7 +133,9 @@ def manifest(body: Mapping[str, Any], where: str) -> Manifest:
         damaged(f"world_size = {world_size}", where, "1 to 1000000 ranks")
     plan = fields.table("plan")
     if plan.get("ranks") is not None:
-        Fields(plan, f"{where}, plan").counts("ranks")
+        chosen = Fields(plan, f"{where}, plan").counts("ranks")
+        if not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= world_size:
+            damaged(f"plan.ranks = {str(chosen)[:60]}", where, f"some ranks below {world_size}")
     created_s = body.get("created_s")
     if isinstance(created_s, bool) or not isinstance(created_s, (int, float)):
         damaged(f"created_s = {str(created_s)[:60]!r}", where, "seconds")
@@ -178,10 +181,20 @@ def header(body: Mapping[str, Any], where: str) -> Header:
     partitions = fields.table("partitions")
     if not all(map(is_count, partitions.values())):
         damaged("a partition layout that is no number", where, "layout ids")
+    rank, dp_rank, dp_ranks = (
+        fields.count("rank"),
+        fields.count("dp_rank"),
+        fields.counts("dp_ranks"),
+    )
+    if len(set(dp_ranks)) < len(dp_ranks) or dp_ranks[dp_rank : dp_rank + 1] != (rank,):
+        damaged(f"dp_ranks = {str(dp_ranks)[:60]}", where, f"a group with rank {rank} at {dp_rank}")
+    fault = fact_checks.fault_of_settings(fields.table("effective"))
+    if fault is not None:
+        damaged(f"effective {fault}", where, "what docs/format.md says of it")
     return Header(
-        rank=fields.count("rank"),
-        dp_rank=fields.count("dp_rank"),
-        dp_ranks=fields.counts("dp_ranks"),
+        rank=rank,
+        dp_rank=dp_rank,
+        dp_ranks=dp_ranks,
         points=statuses,
         partitions=partitions,
         effective=fields.table("effective"),
@@ -252,6 +265,9 @@ def record(
     facts = fields.body.get("facts", {})
     if not isinstance(facts, dict):
         damaged("facts that are no object", fields.where, "an object")
+    fault = fact_checks.fault_of_record(fields.point(), facts)
+    if fault is not None:
+        damaged(fault, fields.where, "what docs/format.md says of it")
     return Record(
         rank=rank,
         step=fields.count("step"),
@@ -287,6 +303,10 @@ def step_end(fields: Fields, rank: int) -> StepEnd:
     micro_steps = fields.count("micro_steps")
     if micro_steps > MAX_MICRO_STEPS:
         damaged(f"micro_steps = {micro_steps}", fields.where, f"at most {MAX_MICRO_STEPS}")
+    facts = fields.table("facts")
+    fault = fact_checks.fault_of_step(facts)
+    if fault is not None:
+        damaged(fault, fields.where, "what docs/format.md says of it")
     return StepEnd(
         rank=rank,
         step=fields.count("step"),
@@ -294,5 +314,5 @@ def step_end(fields: Fields, rank: int) -> StepEnd:
         records=fields.count("records"),
         gaps=fields.count("gaps"),
         partial=fields.flag("partial"),
-        facts=fields.table("facts"),
+        facts=facts,
     )

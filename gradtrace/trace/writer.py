@@ -7,6 +7,7 @@ flushed and renamed; what has its final name is never touched again.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import time
@@ -122,7 +123,9 @@ class RankWriter:
         header: what is known of this rank before the first record.
         layouts: static layouts, by id; `add_layout` continues after the largest.
         shard_bytes: a shard is sealed when it holds at least this much.
-        seal_every_s: at a step's end, what is pending longer than this is sealed.
+        seal_every_s: at a step's end, what is pending longer than this, or than a tenth of the
+            writer's age, is sealed: a young run that dies leaves a trace too, and an old one does not
+            leave a file for every step. Infinite: only full shards and the end are sealed.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class RankWriter:
         self._next_shard = 0
         self._next_segment = 0
         self._next_key = 0
-        self._sealed_at_s = time.monotonic()
+        self._opened_at_s = self._sealed_at_s = time.monotonic()
         self.directory.mkdir()
         body = {
             "format": schema.RANK_FORMAT,
@@ -257,7 +260,11 @@ class RankWriter:
                 "facts": dict(facts),
             }
         )
-        if time.monotonic() - self._sealed_at_s >= self._seal_every_s:
+        now_s = time.monotonic()
+        due_s = self._seal_every_s
+        if math.isfinite(due_s):
+            due_s = min(due_s, (now_s - self._opened_at_s) / 10)
+        if now_s - self._sealed_at_s >= due_s:
             self.seal()
 
     def seal(self, final_reason: str | None = None) -> None:

@@ -41,11 +41,16 @@ def compare(tmp_path: Path) -> Compare:
 def _consistent(result: DiffResult) -> None:
     """Check what holds of every result."""
     counts = result.counts
-    assert set(counts) == {"compared", "equal", "rounding", "diverged", "left_out"}
-    assert counts["compared"] == counts["equal"] + counts["rounding"] + counts["diverged"]
+    judged = ("equal", "rounding", "undecided", "diverged")
+    assert set(counts) == {"compared", *judged, "left_out"}
+    assert counts["compared"] == sum(counts[name] for name in judged)
+    assert not (counts["undecided"] and result.verdict in ("agree", "rounding"))
     assert min(counts.values()) >= 0
     assert (result.verdict == "diverged") == (result.first is not None)
-    assert (result.first is None) == (result.blame is None)
+    if result.first is not None:
+        assert result.blame is not None
+    elif result.blame is not None:  # runs that agree, and are wrong
+        assert result.blame.law is not None
     assert (counts["diverged"] > 0) == (result.verdict == "diverged")
     assert len(set(result.notes)) == len(result.notes)
     text = json.dumps(result.to_dict(), allow_nan=False)
@@ -213,7 +218,9 @@ def test_one_parameter_spoiled_after_clipping(compare: Compare, kind: str) -> No
     assert result.first is not None and result.blame is not None
     assert (result.first.point, result.first.param) == ("clipped_grad", "b")
     assert (result.first.rank, result.first.micro_step) == (1, None)
-    assert result.blame.side == "neither" and result.blame.cause == "unknown"
+    assert (result.blame.side, result.blame.law) == ("candidate", "unscale_clip")
+    assert (result.blame.rank, result.blame.param) == (1, "b")
+    assert result.blame.cause in (kind, "wrong_clip") or kind == "swapped"
 
 
 @pytest.mark.parametrize("kind", ["zeroed", "scaled", "sign_flipped", "not_unscaled", "wrong_clip"])
@@ -222,8 +229,8 @@ def test_everything_spoiled_after_clipping(compare: Compare, kind: str) -> None:
     result = compare(run, replace(run, faults=(Fault(kind, "unscale_clip"),)))
     assert result.first is not None and result.blame is not None
     assert (result.first.point, result.first.param) == ("clipped_grad", "d")
-    assert (result.blame.side, result.blame.cause) == ("neither", "scaled")
-    assert "The candidate's own norm and clip value give" in result.blame.detail
+    assert (result.blame.side, result.blame.law) == ("candidate", "unscale_clip")
+    assert result.blame.cause in (kind, "wrong_clip", "scaled")
 
 
 def test_buckets_in_another_order(compare: Compare) -> None:
@@ -338,6 +345,25 @@ def test_runs_that_are_wrong_alike_agree_and_a_note_says_so(compare: Compare) ->
     assert result.verdict == "agree"
     told = [note for note in result.notes if "breaks a law of its own (accumulate" in note]
     assert len(told) == 2
+    assert result.blame is not None
+    assert (result.blame.side, result.blame.law) == ("both", "accumulate")
+    assert result.blame.cause == "dropped_micro_steps"
+    assert compare(bad, bad).blame is not None
+    assert compare(BASE, BASE).blame is None
+
+
+def test_the_steps_that_only_one_run_holds_are_named(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "b", replace(BASE, steps=4))
+    two = write_run(tmp_path / "c", replace(BASE, steps=2))
+    told = [note for note in diff(one, two).notes if note.startswith("only the baseline")]
+    assert told == ["only the baseline holds 2 steps (2, 3): not compared"]
+
+
+def test_an_inconclusive_diff_gives_its_reason_first(compare: Compare) -> None:
+    result = compare(replace(BASE, points=("bucket",)), replace(BASE, points=("reduced",)))
+    assert result.verdict == "inconclusive"
+    assert result.counts["compared"] == 0
+    assert result.notes[0] == "nothing that both traces hold could be compared"
 
 
 def test_a_fault_that_both_share_is_not_blamed(compare: Compare) -> None:
@@ -518,7 +544,7 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     result = diff(whole, cut)
     assert result.verdict == "agree"
     assert any("never closed" in note for note in result.notes)
-    assert any("only the baseline holds step 2" in note for note in result.notes)
+    assert any("only the baseline holds 1 step (2)" in note for note in result.notes)
 
 
 def test_no_step_in_common(compare: Compare) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gradtrace.analysis.audit import audit
+from gradtrace.testing.synthetic import Run, write_run
 from gradtrace.trace import writer
 from gradtrace.trace.dtypes import DTYPES, from_float64
 from gradtrace.trace.points import POINT_NAMES
@@ -359,4 +360,14 @@ def test_a_gap_in_a_step_that_never_ended_is_no_pass(tmp_path):
     result = audit(tmp_path)
     assert result.verdict == "inconclusive"
     assert any("step 1 of rank 0: write_failed" in note for note in result.notes)
-    assert audit(tmp_path, steps=(0,)).verdict == "pass"
+    assert not any("write_failed" in note for note in audit(tmp_path, steps=(0,)).notes)
+
+
+def test_a_pass_rests_on_a_hop_of_the_gradient(tmp_path):
+    run = Run(stage=2, points=("local_grad", "accumulated"))
+    result = audit(write_run(tmp_path / "run", run))
+    assert result.verdict == "inconclusive"
+    assert any("no hop of the gradient path" in note for note in result.notes)
+    assert audit(
+        write_run(tmp_path / "ends", Run(points=("local_grad", "master_grad")))
+    ).verdict == ("pass")

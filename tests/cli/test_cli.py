@@ -494,7 +494,7 @@ def test_demo_without_deepspeed(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     status, out, err = cli("demo", "-o", tmp_path / "demo")
     assert (status, out) == (2, "")
-    assert "pip install 'gradtrace[deepspeed]'" in err
+    assert "pip install -c constraints.txt '.[deepspeed]'" in err
     assert err.rstrip().endswith("[missing_dependency]")
 
 

@@ -103,7 +103,9 @@ def test_the_scripts_own_end_passes_through_and_the_trace_is_sealed(
     assert done.returncode == status, done.stderr
     if fail == "raise":
         assert "ValueError: the script's own" in done.stderr
-        assert "gradtrace" not in done.stderr.split("Traceback")[-1]
+        own = done.stderr.split("Traceback")[-1].split("gradtrace: ")[0]
+        assert "gradtrace" not in own
+        assert "holds the trace, up to step 2" in done.stderr
     trace = open_trace(tmp_path / "trace")
     assert trace.steps == (0, 1)
     assert trace.ranks[0].closed

@@ -12,9 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tracefiles import (
     as_text,
+    parameter,
     read_everything,
     reseal,
     segment_bodies,
+    small_trace,
+    start,
     write_raw_segment,
     write_segment,
 )
@@ -468,3 +471,86 @@ def test_any_member_replaced_by_junk(tmp_path: Path, data: st.DataObject) -> Non
 def test_opening_reads_no_tensor(trace: Path) -> None:
     opened = open_trace(trace)
     assert opened._shards == {}
+
+
+@pytest.mark.parametrize(
+    ("point", "facts"),
+    [
+        ("bucket", {"ranks": -1e308}),
+        ("bucket", {"ranks": [0, 1]}),  # a run of one rank
+        ("bucket", {"ranks": [0, 0]}),
+        ("bucket", {"ranks": []}),
+        ("bucket", {"op": "max"}),
+        ("bucket", {"comm_dtype": ["float32"]}),
+        ("loss", {"output_dtypes": 3}),
+        ("loss", {"output_factors": [{}]}),
+        ("loss", {"gas": 0}),
+        ("loss", {"loss_scale": []}),
+        ("loss", {"scale_wrt_gas": "yes"}),
+        ("local_accum", {"carry": 1}),
+    ],
+)
+def test_facts_that_judges_rely_on_have_their_types(
+    tmp_path: Path, point: str, facts: dict[str, object]
+) -> None:
+    writer = start(tmp_path / "trace", (parameter(0, (1,)),))
+    writer.add_record(0, 0, point, "u", 0, facts=facts)
+    writer.end_step(0, micro_steps=1, records=1, gaps=0, partial=False, facts={})
+    writer.seal("closed")
+    with pytest.raises(DamagedTraceError):
+        open_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize(
+    "facts", [{"overflow": []}, {"loss_scale": "1"}, {"lr": 1.0}, {"grad_norm": {}}, {"clip": True}]
+)
+def test_step_facts_have_their_types(tmp_path: Path, facts: dict[str, object]) -> None:
+    writer = start(tmp_path / "trace", (parameter(0, (1,)),))
+    writer.add_record(0, 0, "loss", "loss", 0)
+    writer.end_step(0, micro_steps=1, records=1, gaps=0, partial=False, facts=facts)
+    writer.seal("closed")
+    with pytest.raises(DamagedTraceError):
+        open_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"effective": {"model_dtype": [0]}},
+        {"effective": {"gradient_accumulation_steps": 0}},
+        {"dp_ranks": []},
+        {"dp_ranks": [1]},
+        {"dp_rank": 1},
+    ],
+)
+def test_header_lies_are_found(tmp_path: Path, change: dict[str, object]) -> None:
+    path = small_trace(tmp_path)
+    reseal(path / "rank-00000" / schema.HEADER, lambda body: body.update(change))
+    with pytest.raises(DamagedTraceError):
+        open_trace(path)
+
+
+def test_records_that_the_header_or_the_manifest_denies_are_found(tmp_path: Path) -> None:
+    path = small_trace(tmp_path / "a")
+    reseal(
+        path / "rank-00000" / schema.HEADER,
+        lambda body: body["points"].update(reduced="absent: it says"),
+    )
+    with pytest.raises(DamagedTraceError, match="a record at reduced"):
+        open_trace(path)
+    path = small_trace(tmp_path / "b")
+    reseal(path / schema.MANIFEST, lambda body: body["parameters"][0].update(captured=False))
+    with pytest.raises(DamagedTraceError, match="a record of"):
+        open_trace(path)
+    path = small_trace(tmp_path / "c")
+    reseal(path / schema.MANIFEST, lambda body: body.update(world_size=1))
+    with pytest.raises(DamagedTraceError):
+        open_trace(path)
+
+
+@pytest.mark.parametrize("ranks", ([], [0, 0], [5]))
+def test_a_plan_of_impossible_ranks_is_found(tmp_path: Path, ranks: list[int]) -> None:
+    path = small_trace(tmp_path)
+    reseal(path / schema.MANIFEST, lambda body: body["plan"].update(ranks=ranks))
+    with pytest.raises(DamagedTraceError):
+        open_trace(path)

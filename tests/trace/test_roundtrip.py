@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tracefiles import header_of, manifest_of, parameter, read_everything, small_trace, start
 
+from gradtrace.errors import DamagedTraceError
 from gradtrace.trace import points, schema
 from gradtrace.trace.dtypes import DTYPES, from_float64
 from gradtrace.trace.reader import open_trace
@@ -127,17 +129,17 @@ def test_everything_that_is_not_a_tensor(tmp_path: Path) -> None:
     assert writer.add_layout(new) == 5
     assert writer.add_layout(new) == 5
     facts = {"loss": "NaN", "boundary": True, "list": [1, None, {"x": 2.5}], "é": "ü"}
-    writer.add_record(3, 0, "loss", "loss", 0, facts=facts)
-    writer.add_gap(3, None, None, None, "over_budget", "x" * 600)
-    writer.add_gap(3, 0, "bucket", "float32", "write_failed", "")
-    writer.end_step(3, micro_steps=1, records=1, gaps=2, partial=True, facts={"lr": [0.1]})
+    writer.add_record(0, 0, "loss", "loss", 0, facts=facts)
+    writer.add_gap(0, None, None, None, "over_budget", "x" * 600)
+    writer.add_gap(0, 0, "bucket", "float32", "write_failed", "")
+    writer.end_step(0, micro_steps=1, records=1, gaps=2, partial=True, facts={"lr": [0.1]})
     writer.seal()
     writer.add_record(4, 0, "loss", "loss", 0)
     writer.end_step(4, micro_steps=1, records=1, gaps=0, partial=False, facts={})
     writer.seal("closed by close()")
     trace = open_trace(path)
     rank = trace.ranks[0]
-    assert trace.steps == (3, 4)
+    assert trace.steps == (0, 4)
     assert rank.closed == "closed by close()"
     assert rank.layouts == {4: static, 5: new}
     assert rank.header.partitions == {"group0": 4}
@@ -147,7 +149,7 @@ def test_everything_that_is_not_a_tensor(tmp_path: Path) -> None:
     assert second.facts == {} and second.order == 1
     assert rank.gaps[0].point is None and len(rank.gaps[0].detail) == 500
     assert rank.gaps[1].unit == "float32"
-    assert rank.steps[3].partial and rank.steps[3].facts == {"lr": [0.1]}
+    assert rank.steps[0].partial and rank.steps[0].facts == {"lr": [0.1]}
     assert trace.manifest.parameters[0].numel == 1
     assert trace.manifest.parameters[1].numel == 0
 
@@ -181,6 +183,9 @@ def test_a_chosen_subset_of_ranks(tmp_path: Path) -> None:
     body = schema.unseal_file((path / schema.MANIFEST).read_bytes(), "")
     body["plan"]["ranks"] = [1]
     (path / schema.MANIFEST).write_bytes(schema.seal_file(body))
+    with pytest.raises(DamagedTraceError, match="does not promise"):
+        open_trace(path)  # files that nobody planned
+    shutil.rmtree(path / "rank-00000")
     assert list(open_trace(path).ranks) == [1]
 
 

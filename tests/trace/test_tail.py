@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def one_step(writer: RankWriter, step: int, records: int = 1, before: int = 0) -
 
 @pytest.fixture
 def writer(tmp_path: Path) -> RankWriter:
-    return start(tmp_path / "trace", (parameter(0, (4,)),))
+    return start(tmp_path / "trace", (parameter(0, (4,)),), seal_every_s=math.inf)
 
 
 def names(writer: RankWriter) -> list[str]:
@@ -166,7 +167,7 @@ def test_omissions_are_gaps(tmp_path: Path) -> None:
 
 
 def test_large_tensors_seal_a_shard_at_once(tmp_path: Path) -> None:
-    writer = start(tmp_path / "trace", (parameter(0, (4,)),), shard_bytes=16, seal_every_s=1e9)
+    writer = start(tmp_path / "trace", (parameter(0, (4,)),), shard_bytes=16, seal_every_s=math.inf)
     one_step(writer, 0, records=3)
     assert [name for name in names(writer) if name.endswith("safetensors")] == [
         "000000.safetensors", "000001.safetensors", "000002.safetensors",

@@ -139,9 +139,12 @@ def check_param(scene: Scene, param: int) -> None:
             if events:
                 scene.ledger.lack(LAW, shards)
             continue
-        if shards.events and not events and scene.alignment.own_spans(rank, param):
-            reason = "accumulated has no record, and no gap says why"
-            scene.ledger.lack(LAW, Lack("gap", reason))
+        # Every family that has such a buffer adds to it in the micro-step of the reduction.
+        there = {event.record.micro_step for event in events}
+        for micro_step in dict.fromkeys(one.record.micro_step for one in shards.events):
+            if micro_step not in there and scene.alignment.own_spans(rank, param):
+                reason = "accumulated has no record, and no gap says why"
+                scene.ledger.lack(LAW, Lack("gap", reason))
         before: Event | None = None
         for event in events:
             _check_event(scene, event, before)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, zeros
+from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, zeros
 from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses
 from gradtrace.analysis.laws.common import (
     Lack,
@@ -147,6 +147,12 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
     estimate = zeros(stop - start)
     if terms:
         estimate = add_up([term for _, term in terms], event.dtype)
+    if len(inputs.gradients) > 1:
+        # Autograd may also add each occurrence to the buffer in turn, (carry + g0) + g1, where every
+        # addition rounds what was carried once more.
+        flat = [] if carry is None else [terms[0][1]]
+        flat += occurrences(scene, inputs.gradients, start, stop, event.dtype)
+        estimate = either(add_up(flat, event.dtype), estimate)
     place = Place(
         LAW, scene.step, record.micro_step, record.rank, event.param, "local_accum", start
     )
@@ -199,16 +205,23 @@ def _swapped(scene: Scene, event: Event) -> Iterator[Hypothesis]:
                 yield Hypothesis("swapped", words, add_up([t for _, t in terms], other.dtype))
 
 
-def gradient(
+def occurrences(
     scene: Scene, events: tuple[Event, ...], start: int, stop: int, target: Dtype
-) -> Estimate:
-    """Return the sum of the occurrences of one micro-step's gradient, cast to a dtype."""
+) -> list[Estimate]:
+    """Return the occurrences of one micro-step's gradient, each cast to a dtype."""
     parts = [scene.alignment.cut(event, start, stop) for event in events]
-    known = [
+    return [
         cast(exact(part), event.dtype, target)
         for part, event in zip(parts, events, strict=True)
         if part is not None
     ]
+
+
+def gradient(
+    scene: Scene, events: tuple[Event, ...], start: int, stop: int, target: Dtype
+) -> Estimate:
+    """Return the sum of the occurrences of one micro-step's gradient, cast to a dtype."""
+    known = occurrences(scene, events, start, stop, target)
     if not known:
         return zeros(stop - start)
     return known[0] if len(known) == 1 else add_up(known, coarsest(target, events[0].dtype))

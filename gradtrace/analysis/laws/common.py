@@ -273,6 +273,9 @@ def check(
         bound=None if test == "exact" else judgement.bound,
         detail=f"{why.detail} {evidence}",
         test=test,
+        guilty=next(
+            (c.rank for c in why.also if (c.cause, c.detail) == (why.cause, why.detail)), None
+        ),
     )
     scene.ledger.broke(
         Found(finding, place.param, len(found), why.also, evidence), judgement.worst_ratio

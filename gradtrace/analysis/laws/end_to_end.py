@@ -189,7 +189,7 @@ def _check_span(scene: Scene, event: Event, path: _Path, start: int, stop: int) 
         for member, value in likeliest_missing(found, estimate, values):
             words = f"The gradient of rank {member} is missing."
             rest = weighted([(1.0, estimate), (-1.0, exact(value))], path.dtype)
-            yield Hypothesis("rank_missing", words, rest)
+            yield Hypothesis("rank_missing", words, rest, rank=member)
 
     check(
         scene,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, zeros
+from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, zeros
 from gradtrace.analysis.hypotheses import Hypothesis, micro_step_hypotheses
-from gradtrace.analysis.laws.accumulate_local import gradient
+from gradtrace.analysis.laws.accumulate_local import gradient, occurrences
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -131,6 +131,7 @@ def _from_gradients(
     held: tuple[int, Estimate] | None,
 ) -> _Source | Lack:
     parts = [] if held is None else [held]
+    flat = [estimate for _, estimate in parts]  # each occurrence is added in turn
     dtypes = [event.dtype]
     for micro_step in micro_steps:
         gradients = scene.gradients(micro_step, event.record.rank, event.param)
@@ -138,6 +139,7 @@ def _from_gradients(
             return gradients
         if gradients:
             parts.append((micro_step, gradient(scene, gradients, start, stop, event.dtype)))
+            flat += occurrences(scene, gradients, start, stop, event.dtype)
             if len(gradients) > 1 or len(micro_steps) > 1:
                 dtypes.append(gradients[0].dtype)
     dtype = coarsest(*dtypes)
@@ -145,7 +147,8 @@ def _from_gradients(
         return _Source(zeros(stop - start), (), dtype)
     if len(parts) == 1:
         return _Source(parts[0][1], tuple(parts), dtype)
-    return _Source(add_up([part for _, part in parts], dtype), tuple(parts), dtype)
+    estimate = either(add_up(flat, dtype), add_up([part for _, part in parts], dtype))
+    return _Source(estimate, tuple(parts), dtype)
 
 
 def _one_occurrence(scene: Scene, event: Event, start: int, stop: int) -> _Source | Lack:

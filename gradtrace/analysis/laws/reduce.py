@@ -213,9 +213,9 @@ def _check_span(scene: Scene, target: Event, expected: Reduction, start: int, st
             for rank, value in likeliest_missing(found, estimate, values):
                 words = f"The gradient of rank {rank} is missing from the reduction."
                 rest = weighted([(1.0, estimate), (-1.0, exact(value))], dtype)
-                yield Hypothesis("rank_missing", words, rest)
+                yield Hypothesis("rank_missing", words, rest, rank=rank)
                 rest = weighted([(world / (world - 1), rest)], dtype)
-                yield Hypothesis("rank_missing", words, rest)
+                yield Hypothesis("rank_missing", words, rest, rank=rank)
         yield from _stale(scene, target, start, stop)
         yield from _swapped(scene, target, stop - start)
 

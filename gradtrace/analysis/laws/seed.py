@@ -68,7 +68,7 @@ def _judge(scene: Scene, rank: int, record: Record) -> tuple[str, str, float, fl
     """Return ``(cause, detail, expected, found)``, ``None`` if the law holds, or why it is open."""
     facts = record.facts
     scale, gas = _number(facts.get("loss_scale")), _number(facts.get("gas"))
-    if scale is None or not gas:
+    if not scale or not gas:
         return Lack("skip", "the loss scale or the accumulation steps are not known")
     tolerance = _tolerance(scene, rank, record)
     divided = facts.get("scale_wrt_gas") is not False

@@ -74,6 +74,8 @@ def check_engine(engine: Any) -> None:
         )
     if type(engine) is not DeepSpeedEngine:
         refuse(f"a {type(engine).__name__}", "this release traces the plain DeepSpeedEngine only")
+    if int(engine.zero_optimization_stage()) == 0:
+        refuse("ZeRO stage 0", "this release traces stages 1, 2 and 3")
     if engine.optimizer is None:
         refuse("an engine without an optimizer", "there is no gradient path to trace")
 

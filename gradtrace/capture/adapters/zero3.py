@@ -196,6 +196,11 @@ ZERO3 = Adapter(
             "gradients go to host buffers that this release has no probe for",
         ),
         Refusal(
+            "offload_param",
+            lambda m: bool(getattr(m.optimizer, "offload_param", False)),
+            "this release was not tested with parameters that live on the host",
+        ),
+        Refusal(
             "zero_quantized_gradients",
             lambda m: getattr(m.optimizer, "all2all_process_group", None) is not None,
             "its reduction quantizes, and no law of this release allows for that",

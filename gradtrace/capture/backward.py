@@ -131,9 +131,12 @@ class BackwardWatch:
                 self._on_end(self._complete())
         self._factors = []
         self._scaled = None
-        self._outputs = {
-            key: seen for key, seen in self._outputs.items() if seen.tensor() is not None
-        }
+        self._forget_outputs()
+
+    def _forget_outputs(self) -> None:
+        """Drop what is known of outputs that are gone."""
+        alive = (item for item in self._outputs.items() if item[1].tensor() is not None)
+        self._outputs = dict(alive)
 
     def _complete(self) -> dict[str, Any]:
         facts = dict(self._facts)
@@ -253,6 +256,7 @@ class BackwardWatch:
                 self._pending[id(tensor)] = seen
                 add_hook(tensor, _before_hook(seen))
             _link(tensors, self._pending)
+            self._forget_outputs()
             self._outputs.update(self._pending)
 
     def _around_forward(

@@ -134,7 +134,9 @@ def _read_manifest(root: Path) -> Manifest:
         data = read_file(path)
     except FileNotFoundError:
         raise NotATraceError(
-            "no manifest.json" if root.is_dir() else "no such directory",
+            "no manifest.json"
+            if root.is_dir()
+            else ("a file" if root.exists() else "no such directory"),
             where=str(root),
             expected="a directory that gradtrace wrote",
             remedy="Give the directory that was passed to wrap() or to 'run -o'.",

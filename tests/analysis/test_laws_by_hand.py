@@ -23,7 +23,7 @@ LOSS = {
     "path": "engine.backward",
     "loss_scale": 1.0,
     "gas": 2,
-    "scale_wrt_gas": None,
+    "scale_wrt_gas": True,
     "boundary": True,
     "optimizer_boundary": True,
 }
@@ -102,7 +102,8 @@ BUCKET = {"comm_dtype": "float32", "ranks": [0], "op": "mean"}
     "changes",
     [
         {},
-        {"scale_wrt_gas": True},
+        {"scale_wrt_gas": None},
+        {"scale_wrt_gas": None, "seed": 1.0, "loss_grad": 1.0},  # hidden by somebody's wrapper
         {"scale_wrt_gas": False, "seed": 1.0, "loss_grad": 1.0},
         {"loss_scale": 1024.0, "seed": 512.0, "loss_grad": 512.0},
         {"loss_grad": 1.0, "output_factors": [0.5, "NaN"]},  # 0.18.3 to 0.19.2: the hook divides
@@ -122,6 +123,7 @@ def test_seeds_that_are_right(tmp_path, changes):
     [
         ({"scale_wrt_gas": False}, "scaled", 0.5),  # the flag was ignored
         ({"seed": 1.0, "loss_grad": 1.0}, "not_averaged", 1.0),
+        ({"scale_wrt_gas": None, "seed": 0.25, "loss_grad": 0.25}, "averaged_twice", 0.25),
         ({"seed": 0.25, "loss_grad": 0.25}, "averaged_twice", 0.25),
         ({"seed": "NaN", "loss_grad": "NaN"}, "non_finite", None),
         ({"loss_scale": 1024.0}, "scaled", 0.5),

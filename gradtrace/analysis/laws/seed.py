@@ -78,6 +78,9 @@ def _judge(scene: Scene, rank: int, record: Record) -> tuple[str, str, float, fl
     for seed in seeds:
         if not math.isfinite(seed):
             return "non_finite", f"The gradient at the loss is {seed}@.", asked, seed
+        hidden = facts.get("path") == "engine.backward" and facts.get("scale_wrt_gas") is None
+        if hidden and abs(seed - scale) <= tolerance * scale:
+            continue  # somebody wrapped engine.backward: whether it was told not to divide is unknown
         if not abs(seed - asked) <= tolerance * abs(asked):
             cause, words = _cause(seed / asked, gas, scale, divided)
             return cause, f"The gradient at the loss is {seed:.6g}@; {words}.", asked, seed

@@ -170,10 +170,9 @@ class BackwardWatch:
             return original(*args, **kwargs)  # an engine that calls its own backward again
         if self._path == TENSOR_PATH:
             self._abandon(_never_ended())
-        wanted = self._backward_signature.bind_partial(*args, **kwargs)
-        wanted.apply_defaults()
-        self._begin(ENGINE_PATH, wanted.arguments.get("scale_wrt_gas"))
-        handle = self._hook_loss(wanted.arguments.get("loss"))
+        asked = self._asked(args, kwargs)
+        self._begin(ENGINE_PATH, asked.get("scale_wrt_gas"))
+        handle = self._hook_loss(asked.get("loss"))
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
@@ -184,6 +183,15 @@ class BackwardWatch:
                 handle.remove()
         self._finish()
         return result
+
+    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Return what backward was called with; a call that does not fit is the original's to refuse."""
+        try:
+            bound = self._backward_signature.bind_partial(*args, **kwargs)
+        except TypeError:
+            return kwargs
+        bound.apply_defaults()
+        return bound.arguments
 
     def _abandon(self, error: BaseException) -> None:
         self._clock.end_backward()

@@ -255,7 +255,10 @@ class Tracer:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         recorder = self._recorder
-        scale = select.loss_scale(self._model) if recorder.step_open else 1.0
+        scale = 1.0
+        if recorder.step_open:
+            with recorder.guard(None):
+                scale = select.loss_scale(self._model)
         result = original(*args, **kwargs)
         if recorder.step_open:
             with recorder.guard(None):

@@ -282,6 +282,26 @@ def test_a_byte_budget_leaves_gaps_not_silence(tmp_path: Path) -> None:
     assert gradtrace.audit(tmp_path / "trace").verdict == "inconclusive"
 
 
+def _wrong_call(rank: int, out_dir: Path | None) -> str:
+    setup = Setup(2, ranks=1)
+    engine = initialize(setup)
+    tracer = None if out_dir is None else gradtrace.wrap(engine, out_dir)
+    try:
+        engine.backward(engine(torch.ones(2, 7)).sum(), no_such_argument=True)
+    except TypeError as error:
+        return str(error)
+    finally:
+        if tracer is not None:
+            tracer.close()
+    return "accepted"
+
+
+def test_a_wrong_call_of_backward_fails_as_it_does_untraced(tmp_path: Path) -> None:
+    traced = run_ranks(1, _wrong_call, tmp_path / "trace")
+    assert traced == run_ranks(1, _wrong_call, None)
+    assert "no_such_argument" in traced[0]
+
+
 def _full_disk(rank: int, setup: Setup, out_dir: Path, allowed: int) -> Any:
     from gradtrace.trace import writer
 

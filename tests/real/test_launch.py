@@ -42,6 +42,9 @@ SCRIPT = """
         sys.exit(3)
     if chosen.fail == "raise":
         raise ValueError("the script's own")
+    # Without this a rank that leaves first can make gloo abort the other, traced or not.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 

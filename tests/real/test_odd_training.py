@@ -162,6 +162,22 @@ def test_a_gradient_in_two_occurrences_passes(tmp_path: Path) -> None:
     assert any(r.occurrence for r in trace.ranks[0].records if r.point == "local_grad")
 
 
+def _hook_that_halves(rank: int, out: Path) -> None:
+    engine = _engine(LossOnly, 2, 1)
+    engine._backward_prologue_per_tensor = lambda gradient: gradient / 2
+    with gradtrace.wrap(engine, out):
+        engine.backward(engine(torch.ones(2, 6)))
+
+
+def test_a_loss_that_is_an_output_is_seen_before_deepspeeds_hook_on_it(tmp_path: Path) -> None:
+    """As DeepSpeed 0.18.3 to 0.19.2 divide: our hook on the same tensor runs after theirs."""
+    run_ranks(1, _hook_that_halves, tmp_path / "trace")
+    (record,) = (r for r in open_trace(tmp_path / "trace").ranks[0].records if r.point == "loss")
+    assert record.facts["loss_grad"] == 1.0
+    assert record.facts["output_factors"] == [0.5]
+    assert record.facts["seed"] == 0.5
+
+
 @pytest.mark.parametrize("stage", (1, 2))
 def test_a_loss_computed_from_returned_logits_is_divided_twice(stage: int, tmp_path: Path) -> None:
     """A true defect of DeepSpeed 0.19.8 under ``loss.backward()``: its 1/gas hook is on every output.

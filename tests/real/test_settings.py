@@ -32,6 +32,7 @@ SETTINGS = [
     Setup(3, bf16=True, config={"communication_data_type": "fp32"}),
     Setup(1, bf16=True, config={"communication_data_type": "fp32", **ACCUM32}),
     Setup(1, config={"gradient_clipping": 0.01}),
+    Setup(1, bf16=True, config={"gradient_clipping": 0.01, **ACCUM32}),
     Setup(2, config={"gradient_clipping": 0.01}, groups=True),
     Setup(3, config={"gradient_clipping": 0.01}, groups=True),
     Setup(1, groups=True, bf16=True),
@@ -59,3 +60,4 @@ def test_clean_settings_pass_and_train_as_if_untraced(setup: Setup, tmp_path: Pa
     assert result.verdict == "pass", (result.first, result.notes)
     assert result.laws["end_to_end"].checked > 0
     assert result.laws["reduce"].checked > 0
+    assert result.laws["unscale_clip"].checked > 0

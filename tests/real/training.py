@@ -6,15 +6,28 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.utils.checkpoint
 
 from gradtrace.testing.ranks import run_ranks
 
-Mode = Literal["managed", "by_hand", "set_boundary", "unmanaged", "tensor_backward", "scale"]
+Mode = Literal[
+    "managed",
+    "by_hand",
+    "set_boundary",
+    "unmanaged",
+    "tensor_backward",
+    "scale",
+    "no_sync",
+    "coalesce",
+]
+# How the optimizer is made: by DeepSpeed from the configuration, or handed in.
+Client = Literal["config", "adamw", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,7 @@ class Setup:
 
     stage: int
     bf16: bool = False
+    fp16: bool = False
     micro_steps: int = 4
     ranks: int = 2
     mode: Mode = "managed"
@@ -32,11 +46,28 @@ class Setup:
     config: dict[str, Any] = field(default_factory=dict)
     groups: bool = False
     batch: int = 2
+    client: Client = "config"
+    overflow_in: tuple[
+        int, ...
+    ] = ()  # steps whose last micro-step meets an infinite input on rank 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
 
     @property
     def name(self) -> str:
-        dtype = "bf16" if self.bf16 else "fp32"
-        extra = "".join(f"-{k}={v}" for k, v in {**self.zero, **self.config}.items())
+        dtype = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+        changed = {**self.zero, **self.config}
+        if self.client != "config":
+            changed["client"] = self.client
+        if self.groups:
+            changed["groups"] = True
+        if self.overflow_in:
+            changed["overflow_in"] = self.overflow_in
+        extra = "".join(f"-{k}={v}" for k, v in changed.items())
         return f"z{self.stage}-{dtype}-n{self.micro_steps}-r{self.ranks}-{self.mode}-{self.model}{extra}"
 
     def at(self, **changes: Any) -> Setup:
@@ -74,6 +105,25 @@ class Tied(torch.nn.Module):
         return out + self.sometimes(hidden) if self.calls % 2 == 0 else out
 
 
+class Checkpointed(torch.nn.Module):
+    """Recompute the middle in backward; reentrant checkpointing runs autograd inside autograd."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(7, 7)
+        self.middle = torch.nn.Linear(7, 33)
+        self.back = torch.nn.Linear(33, 7)
+        self.last = torch.nn.Linear(7, 5)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        for part in (self.middle, self.back):
+            hidden = torch.utils.checkpoint.checkpoint(part, hidden, use_reentrant=self.reentrant)
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if name == "mlp":  # sizes that 2 does not divide: padding, and a parameter cut in two
@@ -88,12 +138,16 @@ def build(name: str) -> torch.nn.Module:
         return Tied()
     if name == "one":  # one element: the last rank's shard is empty
         return torch.nn.Linear(1, 1, bias=False)
+    if name in {"reentrant", "checkpointed"}:
+        return Checkpointed(name == "reentrant")
     raise AssertionError(name)
 
 
 def initialize(setup: Setup) -> Any:
     import deepspeed
 
+    if setup.fp16:
+        allow_fp16()
     model = build(setup.model)
     managed = setup.mode == "managed"
     config: dict[str, Any] = {
@@ -106,6 +160,8 @@ def initialize(setup: Setup) -> Any:
     }
     if setup.bf16:
         config["bf16"] = {"enabled": True}
+    if setup.fp16 and "fp16" not in config:
+        config["fp16"] = {"enabled": True, "loss_scale": 128.0}
     if setup.mode == "unmanaged":
         config["managed_gradient_accumulation"] = False
     parameters: Any = [p for p in model.parameters() if p.requires_grad]
@@ -114,24 +170,59 @@ def initialize(setup: Setup) -> Any:
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    client: Any = None
+    if setup.client != "config":
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+        config["zero_force_ds_cpu_optimizer"] = False
+        client = (
+            torch.optim.AdamW(parameters, lr=1e-2)
+            if setup.client == "adamw"
+            else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        )
+        parameters = None
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=client, model_parameters=parameters, config=config
+    )
     return engine
+
+
+def allow_fp16() -> None:
+    """Let DeepSpeed train in fp16 on a CPU whose instructions do it in software (torch can)."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
 
 
 def one_step(engine: Any, setup: Setup, data: torch.Generator) -> list[float]:
     """Train one step; the global batch is the same rows however ranks and micro-steps cut it."""
-    losses = []
     width = 1 if setup.model == "one" else 7
     out = 1 if setup.model == "one" else 5
-    dtype = torch.bfloat16 if setup.bf16 else torch.float32
+    dtype = setup.dtype
     rows = setup.ranks * setup.micro_steps * setup.batch
     rank = torch.distributed.get_rank()
     all_inputs = torch.randn(rows, width, generator=data).to(dtype)[rank :: setup.ranks]
     all_targets = torch.randn(rows, out, generator=data).to(dtype)[rank :: setup.ranks]
+    if engine.global_steps in setup.overflow_in and rank == 0:
+        all_inputs[-1] = torch.inf
+    coalesced = engine.coalesce_grad_reduction() if setup.mode == "coalesce" else nullcontext()
+    with coalesced:
+        losses = _backwards(engine, setup, all_inputs, all_targets)
+    if setup.mode != "managed":
+        engine.step()
+    return losses
+
+
+def _backwards(
+    engine: Any, setup: Setup, all_inputs: torch.Tensor, all_targets: torch.Tensor
+) -> list[float]:
+    losses = []
     for micro_step in range(setup.micro_steps):
+        last = micro_step == setup.micro_steps - 1
         mine = slice(micro_step * setup.batch, (micro_step + 1) * setup.batch)
         if setup.mode == "set_boundary":
-            engine.set_gradient_accumulation_boundary(micro_step == setup.micro_steps - 1)
+            engine.set_gradient_accumulation_boundary(last)
         loss = torch.nn.functional.mse_loss(engine(all_inputs[mine]), all_targets[mine])
         if setup.mode != "managed":
             loss = loss / setup.micro_steps
@@ -140,12 +231,13 @@ def one_step(engine: Any, setup: Setup, data: torch.Generator) -> list[float]:
             loss.backward()
         elif setup.mode == "scale":
             engine.scale(loss).backward()
+        elif setup.mode == "no_sync" and not last:
+            with engine.no_sync():
+                engine.backward(loss)
         else:
             engine.backward(loss)
         if setup.mode == "managed":
             engine.step()
-    if setup.mode != "managed":
-        engine.step()
     return losses
 
 

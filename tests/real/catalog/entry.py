@@ -1,0 +1,44 @@
+"""Say what one configuration of the catalog must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.real.training import Setup
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describe a configuration and what gradtrace must make of it.
+
+    Attributes:
+        setup: the training.
+        refused: for a configuration that `wrap` must refuse: a part of what the error says was found.
+        finding: for one that meets a true upstream defect: the (law, cause) that audit must find first.
+        reference: where that defect is reported, or the test that reproduces it without gradtrace.
+    """
+
+    setup: Setup
+    refused: str | None = None
+    finding: tuple[str, str] | None = None
+    reference: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.setup.name
+
+    @property
+    def problem(self) -> tuple[Any, ...]:
+        """Return what two clean configurations must share to owe each other equal gradients."""
+        setup = self.setup
+        return (
+            setup.model,
+            setup.dtype,
+            setup.groups,
+            setup.ranks * setup.micro_steps * setup.batch,
+            setup.config.get("gradient_clipping"),
+            setup.client,
+            setup.overflow_in,
+            str(setup.config.get("torch_autocast")),
+        )

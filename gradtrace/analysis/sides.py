@@ -95,6 +95,13 @@ class Side:
             return f"the {self.name}'s data-parallel group is not the whole run"
         return None
 
+    @property
+    def replicated(self) -> bool:
+        """Say whether every rank holds every parameter whole (stage 0)."""
+        return bool(self.align.ranks) and all(
+            self.align.header(rank).effective.get("replicated") is True for rank in self.align.ranks
+        )
+
     def _averages(self) -> bool:
         for rank in self.align.ranks:
             for record in self.align.trace.ranks[rank].records:
@@ -322,12 +329,25 @@ def _fresh(side: Side, step: int, first: int, last: int, param: int) -> bool:
     return True
 
 
-def gather(side: Side, step: int, micro_step: int | None, point: str, param: int) -> Float64 | None:
+def gather(
+    side: Side,
+    step: int,
+    micro_step: int | None,
+    point: str,
+    param: int,
+    expected: Float64 | None = None,
+) -> Float64 | None:
     """Assemble a parameter from the ranks' own spans.
+
+    Args:
+        expected: where every rank holds all of it and their copies differ, the copy that lies farthest
+            from this is taken.
 
     Returns:
         The full parameter in C order, or ``None`` when some element is not held by anybody.
     """
+    if side.replicated:
+        return _copy(side, step, micro_step, point, param, expected)
     numel = side.align.parameters[param].numel
     values, held = np.zeros(numel), np.zeros(numel, dtype=np.bool_)
     for rank in side.align.ranks:
@@ -337,6 +357,27 @@ def gather(side: Side, step: int, micro_step: int | None, point: str, param: int
                 values[start : start + len(piece)] = piece
                 held[start : start + len(piece)] = True
     return values if held.all() else None
+
+
+def _copy(
+    side: Side,
+    step: int,
+    micro_step: int | None,
+    point: str,
+    param: int,
+    expected: Float64 | None,
+) -> Float64 | None:
+    copies = []
+    for rank in side.align.ranks:
+        events = side.align.events(step, micro_step, point, rank, param)
+        held = side.align.assemble(events[-1:], param)
+        if not events or not held.complete:
+            return None
+        copies.append(held.values)
+    if expected is None or all(np.array_equal(one, copies[0], equal_nan=True) for one in copies):
+        return copies[0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return max(copies, key=lambda one: np.nan_to_num(np.abs(one - expected)).max(initial=0.0))
 
 
 def _own_pieces(

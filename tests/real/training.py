@@ -27,7 +27,7 @@ Mode = Literal[
     "coalesce",
 ]
 # How the optimizer is made: by DeepSpeed from the configuration, or handed in.
-Client = Literal["config", "adamw", "sgd"]
+Client = Literal["config", "adamw", "sgd", "fused"]
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,37 @@ def initialize(setup: Setup) -> Any:
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
         config["zero_force_ds_cpu_optimizer"] = False
-        client = (
-            torch.optim.AdamW(parameters, lr=1e-2)
-            if setup.client == "adamw"
-            else torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        )
+        client = make_optimizer(setup.client, parameters)
         parameters = None
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=client, model_parameters=parameters, config=config
     )
     return engine
+
+
+def make_optimizer(client: Client, parameters: Any) -> torch.optim.Optimizer:
+    """Make the optimizer that a caller hands in."""
+    if client == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-2)
+    if client == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    from deepspeed.ops.adam import FusedAdam
+
+    class BuildsNothing(FusedAdam):  # type: ignore[misc]
+        """Be a FusedAdam to DeepSpeed's eyes, and step by torch: the kernel takes 70 s to compile."""
+
+        inner: torch.optim.AdamW | None = None
+
+        def __init__(self, parameters: Any, lr: float) -> None:
+            torch.optim.Optimizer.__init__(self, parameters, {"lr": lr})
+
+        def step(self, closure: Any = None) -> None:
+            if self.inner is None:  # DeepSpeed puts its own tensors into the groups first
+                self.inner = torch.optim.AdamW(self.param_groups)
+            self.inner.step()
+
+    optimizer: torch.optim.Optimizer = BuildsNothing(parameters, 1e-2)
+    return optimizer
 
 
 def allow_fp16() -> None:

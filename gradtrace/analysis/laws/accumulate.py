@@ -200,8 +200,6 @@ def _check_span(
             return
         terms.append((f"micro-step {one.record.micro_step}", part))
     estimate = add_up([term for _, term in terms], event.dtype) if terms else zeros(stop - start)
-    if len(terms) == 1 and not terms[0][1].error.any():
-        estimate = terms[0][1]  # a copy, or an addition to nothing
     place = Place(
         LAW, scene.step, record.micro_step, record.rank, event.param, "accumulated", start
     )

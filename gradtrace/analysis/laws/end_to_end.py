@@ -22,7 +22,7 @@ from gradtrace.analysis.hypotheses import (
 )
 from gradtrace.analysis.laws.accumulate import last_of_step_before
 from gradtrace.analysis.laws.common import Lack, Place, Scene, check, coarsest
-from gradtrace.analysis.laws.reduce import mean_factor
+from gradtrace.analysis.laws.reduce import mean_factor, predivide_factor
 from gradtrace.trace.dtypes import Dtype, Float64
 
 LAW = "end_to_end"
@@ -38,8 +38,9 @@ class _Path:
         factor: what a gradient is multiplied with.
         dtype: the coarsest dtype on the path.
         roundings: how many roundings one gradient meets at most.
-        underflow: the largest error that one operation makes by underflow, in any dtype on the path.
-        largest: what the narrowest range on the path still holds.
+        underflow: the largest error that one operation makes by underflow, in any dtype on the path,
+            and that the predivide factor may multiply.
+        largest: what the narrowest range on the path still holds, predivided.
     """
 
     inputs: Mapping[tuple[int, int], tuple[Event, ...]]
@@ -98,8 +99,8 @@ def _path(
         return factor
     most = max(sum(len(inputs[member, m]) for m in scene.micro_steps) for member in group)
     scalings = 0 if is_power_of_two(factor) else 2
-    predivide = scene.fact(rank, "gradient_predivide_factor")
-    if isinstance(predivide, (int, float)) and predivide not in (0, 1):
+    predivide = predivide_factor(scene, rank)
+    if predivide != 1:
         scalings += 4
     once = len(group) - 1 + scalings + CASTS
     again = _collectives(scene, rank, param) if _carried(scene, group, param) else 1
@@ -109,8 +110,8 @@ def _path(
         factor,
         coarsest(*dtypes),
         max(most - 1, 0) + once * max(again, 1),
-        max(underflow(dtype) for dtype in dtypes),
-        min(dtype.largest for dtype in dtypes),
+        max(underflow(dtype) for dtype in dtypes) * max(1.0, predivide),
+        min(dtype.largest for dtype in dtypes) * min(1.0, predivide),
     )
 
 

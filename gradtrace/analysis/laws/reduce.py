@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, gamma, scale
+from gradtrace.analysis.bounds import (
+    Estimate,
+    add_up,
+    cast,
+    exact,
+    flushed,
+    gamma,
+    scale,
+    underflow,
+)
 from gradtrace.analysis.hypotheses import Design, Hypothesis, likeliest_missing, weighted
 from gradtrace.analysis.laws.common import (
     Lack,
@@ -139,7 +148,7 @@ def _combine(
         return Lack("skip", "the kind of reduction was not recorded")
     factor = mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0
     middle = coarsest(source, comm)
-    predivide = scene.fact(rank, "gradient_predivide_factor")
+    predivide = predivide_factor(scene, rank)
     # Only this path sums before it divides; the others divide each contribution first.
     late = (
         op == "mean"
@@ -147,24 +156,42 @@ def _combine(
         and scene.fact(rank, "reduce_scatter") is not True
         and scene.fact(rank, "adapter") != "zero3"
     )
+    # What underflows in a divided term is multiplied again, by the predivide factor at most.
+    grown = max(1.0, predivide)
     terms: list[tuple[int, Estimate]] = []
     for member, values, dtype in entered:
         term = scale(cast(values, dtype, comm), factor, middle)
-        if isinstance(predivide, (int, float)) and predivide not in (0, 1):
+        if predivide != 1:
             extra = gamma(4, middle.unit_roundoff) * (np.abs(term.value) + term.error)
-            term = replace(term, error=term.error + extra)
+            term = replace(term, error=term.error + extra + 3 * grown * underflow(middle))
         terms.append((member, term))
     total = add_up([term for _, term in terms], comm)
-    if late:  # the sum may be formed before it is divided
+    if predivide != 1:
+        extra = len(terms) * (1 + gamma(len(terms) + 1, comm.unit_roundoff)) * flushed(comm)
+        total = replace(total, error=total.error + grown * extra)
+    if late or predivide < 1:  # the sum that is formed may be larger than the mean
         size = np.zeros(len(total.value))
         for _, values, _ in entered:
             size += np.abs(values.value)
-        with np.errstate(invalid="ignore"):
-            total = replace(total, overflow=total.overflow | (size * 1.01 >= comm.largest))
+        with np.errstate(invalid="ignore", over="ignore"):
+            reach = size * ((1.0 if late else factor) / min(1.0, predivide)) * 1.01
+            growth = gamma(len(terms) + 1, comm.unit_roundoff)
+            total = replace(total, overflow=total.overflow | (reach * (1 + growth) >= comm.largest))
     estimate = cast(total, comm, target)
     own = next(values for member, values, _ in entered if member == rank)
     dtype = coarsest(middle, target)
     return Reduction(estimate, tuple(terms), own, factor, dtype)
+
+
+def predivide_factor(scene: Scene, rank: int) -> float:
+    """Return what a mean divides by before the sum and multiplies by after it; 1 for nothing.
+
+    Source: deepspeed 0.19.8, stage_1_and_2.py:1499, stage3.py:1872, engine.py:3808.
+    """
+    value = scene.fact(rank, "gradient_predivide_factor")
+    known = isinstance(value, (int, float)) and value > 0
+    known = known and scene.fact(rank, "postscale_gradients") is not False
+    return float(value) if known else 1.0
 
 
 def mean_factor(scene: Scene, rank: int, world: int) -> float:

@@ -63,13 +63,16 @@ class Coefficient:
         estimate: the fitted coefficient; 1 is right.
         sigma: its standard error.
         floor: what rounding may do to it systematically (0 until it mattered).
-        off: whether it is not 1, beyond all of that and the smallest effect.
+        resolution: how far from 1 the estimate must lie to be called off; infinite where it rests on
+            too little to be tested.
+        off: whether it does.
     """
 
     label: str
     estimate: float
     sigma: float
     floor: float
+    resolution: float
     off: bool
 
 
@@ -144,12 +147,14 @@ def fit(
         if off.any():
             floor = _floor(chosen, groups, solution, sums, grid)
             off = _off(solution, smallest, floor)
+    resolution = _resolution(solution, smallest, floor)
     coefficients = tuple(
         Coefficient(
             label=", ".join(labels[at] for at in group),
             estimate=1 + float(solution.delta[column]),
             sigma=float(solution.sigma[column]),
             floor=float(floor[column]),
+            resolution=float(resolution[column]),
             off=bool(off[column]),
         )
         for column, group in enumerate(groups)
@@ -162,9 +167,13 @@ def round_to(values: Float64, dtype: Dtype) -> Float64:
     return to_float64(raw_bits(from_float64(values, dtype), dtype), dtype).reshape(values.shape)
 
 
+def _resolution(solution: _Solution, smallest: float, floor: Float64) -> Float64:
+    tested = (solution.effective >= FEWEST_EFFECTIVE) & (floor < LARGEST_FLOOR)
+    return np.where(tested, np.maximum(SIGMAS * solution.sigma + floor, smallest), np.inf)
+
+
 def _off(solution: _Solution, smallest: float, floor: Float64) -> Mask:
-    beyond = np.abs(solution.delta) > np.maximum(SIGMAS * solution.sigma + floor, smallest)
-    result: Mask = beyond & (solution.effective >= FEWEST_EFFECTIVE) & (floor < LARGEST_FLOOR)
+    result: Mask = np.abs(solution.delta) > _resolution(solution, smallest, floor)
     return result
 
 

@@ -100,7 +100,7 @@ def add_up(tensors: Sequence[Float64], dtype: Dtype, how: Arithmetic) -> Float64
     if how.order == "tree":
         level = list(tensors)
         while len(level) > 1:
-            pairs = [how.add(*level[at : at + 2], dtype) for at in range(0, len(level) - 1, 2)]
+            pairs = [how.add(level[at], level[at + 1], dtype) for at in range(0, len(level) - 1, 2)]
             level = pairs + level[len(pairs) * 2 :]
         return level[0]
     if how.order == "hierarchical":

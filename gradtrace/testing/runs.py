@@ -118,7 +118,7 @@ class Run:
     partial: bool = False
     faults: tuple[Fault, ...] = ()
     omissions: tuple[Omission, ...] = ()
-    arithmetic: Arithmetic = Arithmetic()
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shard_bytes: int = 64 * 1024 * 1024
     effective: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)

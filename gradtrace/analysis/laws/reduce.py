@@ -6,7 +6,7 @@ e-th bucket of a micro-step on one rank is reduced with its e-th bucket on the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,23 @@ from gradtrace.trace.dtypes import DTYPES, Dtype
 
 LAW = "reduce"
 MOST_PEERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Say how a collective averages.
+
+    Attributes:
+        comm: dtype of the wire, and of the sums or coarser than they.
+        factor: what each contribution is multiplied with in all.
+        predivide: what is divided by before the sum and multiplied by after it; 1 for nothing.
+        late: whether the division may follow the sum.
+    """
+
+    comm: Dtype
+    factor: float
+    predivide: float
+    late: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,45 +159,70 @@ def _combine(
     entered: list[tuple[int, Estimate, Dtype]],
     target: Dtype,
 ) -> Reduction | Lack:
-    source = coarsest(*(dtype for _, _, dtype in entered))
-    comm = DTYPES.get(str(comm_name), source)
     if op not in ("mean", "sum"):
         return Lack("skip", "the kind of reduction was not recorded")
-    factor = mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0
-    middle = coarsest(source, comm)
-    predivide = predivide_factor(scene, rank)
-    # Only this path sums before it divides; the others divide each contribution first.
-    late = (
-        op == "mean"
-        and scene.fact(rank, "postscale_gradients") is not False
-        and scene.fact(rank, "reduce_scatter") is not True
-        and scene.fact(rank, "adapter") != "zero3"
+    source = coarsest(*(dtype for _, _, dtype in entered))
+    way = Way(
+        comm=DTYPES.get(str(comm_name), source),
+        factor=mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0,
+        predivide=predivide_factor(scene, rank),
+        # Only this path sums before it divides; the others divide each contribution first.
+        late=(
+            op == "mean"
+            and scene.fact(rank, "postscale_gradients") is not False
+            and scene.fact(rank, "reduce_scatter") is not True
+            and scene.fact(rank, "adapter") != "zero3"
+        ),
     )
-    # What underflows in a divided term is multiplied again, by the predivide factor at most.
-    grown = max(1.0, predivide)
+    return combine(entered, rank, way, target)
+
+
+def combine(
+    entered: Sequence[tuple[int, Estimate, Dtype]], rank: int, way: Way, target: Dtype
+) -> Reduction:
+    """Recompute a reduction from what entered it, with the bound of docs/laws/reduce.md.
+
+    Args:
+        entered: ``(rank, values, their dtype)`` of every rank of the group.
+        rank: the one whose own contribution is kept.
+        way: how the collective averages.
+        target: dtype of what leaves it.
+    """
+    source = coarsest(*(dtype for _, _, dtype in entered))
+    comm = way.comm
+    middle = coarsest(source, comm)
+    # What is lost first is multiplied again, by the predivide factor at most. The division may be
+    # made in either dtype, and the coarser one need not be the one of the narrower range.
+    grown = max(1.0, way.predivide)
+    lost = grown * max(underflow(source), underflow(comm))
     terms: list[tuple[int, Estimate]] = []
     for member, values, dtype in entered:
-        term = scale(cast(values, dtype, comm), factor, middle)
-        if predivide != 1:
-            extra = gamma(4, middle.unit_roundoff) * (np.abs(term.value) + term.error)
-            term = replace(term, error=term.error + extra + 3 * grown * underflow(middle))
+        term = scale(cast(values, dtype, comm), way.factor, middle)
+        if way.factor != 1:
+            term = replace(term, error=term.error + 2 * lost)
+        if way.predivide != 1:
+            growth = gamma(4, middle.unit_roundoff)
+            extra = growth * (np.abs(term.value) + term.error) + 3 * (1 + growth) * lost
+            term = replace(term, error=term.error + extra)
         terms.append((member, term))
     total = add_up([term for _, term in terms], comm)
-    if predivide != 1:
-        extra = len(terms) * (1 + gamma(len(terms) + 1, comm.unit_roundoff)) * flushed(comm)
-        total = replace(total, error=total.error + grown * extra)
-    if late or predivide < 1:  # the sum that is formed may be larger than the mean
+    if way.predivide != 1:
+        most = len(terms) * (1 + gamma(len(terms) + 1, comm.unit_roundoff))
+        total = replace(total, error=total.error + most * grown * flushed(comm))
+    if way.late or way.predivide != 1:  # what is formed on the way may be larger than the mean
         size = np.zeros(len(total.value))
-        for _, values, _ in entered:
-            size += np.abs(values.value)
         with np.errstate(invalid="ignore", over="ignore"):
-            reach = size * ((1.0 if late else factor) / min(1.0, predivide)) * 1.01
-            growth = gamma(len(terms) + 1, comm.unit_roundoff)
+            for _, values, _ in entered:
+                size += np.abs(values.value)
+            if not way.late and way.predivide > 1:
+                size = size * way.factor
+            reach = size / min(1.0, way.predivide) * 1.01
+            growth = gamma(len(terms) + 5, comm.unit_roundoff)
             total = replace(total, overflow=total.overflow | (reach * (1 + growth) >= comm.largest))
     estimate = cast(total, comm, target)
     own = next(values for member, values, _ in entered if member == rank)
     dtype = coarsest(middle, target)
-    return Reduction(estimate, tuple(terms), own, factor, dtype)
+    return Reduction(estimate, tuple(terms), own, way.factor, dtype)
 
 
 def predivide_factor(scene: Scene, rank: int) -> float:

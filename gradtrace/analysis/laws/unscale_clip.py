@@ -20,7 +20,7 @@ from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, underflow
 from gradtrace.analysis.hypotheses import Hypothesis, weighted
 from gradtrace.analysis.laws.common import Lack, Place, Scene, check
-from gradtrace.trace.dtypes import DTYPES, Float64
+from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
 from gradtrace.trace.records import Json
 
 LAW = "unscale_clip"
@@ -30,7 +30,7 @@ _U32: Final = DTYPES["float32"].unit_roundoff
 
 
 @dataclass(frozen=True, slots=True)
-class _Factor:
+class Factor:
     """Hold what master_grad is multiplied with.
 
     Attributes:
@@ -80,23 +80,34 @@ def _number(value: Json) -> float | None:
     return float(value)
 
 
-def _factor(scene: Scene, rank: int) -> _Factor | Lack:
+def _factor(scene: Scene, rank: int) -> Factor | Lack:
     facts = scene.alignment.step_end(scene.step, rank).facts
     scale, clip = _number(facts.get("loss_scale")), _number(facts.get("clip"))
     if scale is None or clip is None or scale <= 0:
         return Lack("skip", "the loss scale or the clip value is not known")
-    if clip <= 0:
-        return _Factor(1 / scale, scale, False, True)
     norm = _number(facts.get("grad_norm"))
-    if norm is None or not math.isfinite(norm) or norm < 0:
+    if clip > 0 and (norm is None or not math.isfinite(norm) or norm < 0):
         return Lack("skip", "the gradient norm was not recorded, or is not finite")
+    return factor_of(scale, clip, norm or 0.0)
+
+
+def factor_of(scale: float, clip: float, norm: float) -> Factor:
+    """Return what unscaling and clipping multiply with.
+
+    Args:
+        scale: the loss scale.
+        clip: the clip value; 0 for none.
+        norm: of the unscaled gradient; unused without a clip value.
+    """
+    if clip <= 0:
+        return Factor(1 / scale, scale, False, True)
     ratio = (norm + EPSILON) / clip
     sure = abs(ratio - 1) > gamma(ROUNDINGS, _U32)
-    return _Factor(1 / (scale * max(1.0, ratio)), scale, ratio > 1, sure)
+    return Factor(1 / (scale * max(1.0, ratio)), scale, ratio > 1, sure)
 
 
 def _check_span(
-    scene: Scene, event: Event, given: Event, factor: _Factor, start: int, stop: int
+    scene: Scene, event: Event, given: Event, factor: Factor, start: int, stop: int
 ) -> None:
     alignment, record = scene.alignment, event.record
     found, master = alignment.cut(event, start, stop), alignment.cut(given, start, stop)
@@ -104,7 +115,7 @@ def _check_span(
     if master is None:
         scene.ledger.lack(LAW, Lack("gap", "master_grad holds other elements"))
         return
-    estimate = _estimate(master, factor, event)
+    estimate = estimate_of(master, factor, event.dtype)
     place = Place(LAW, scene.step, None, record.rank, event.param, "clipped_grad", start)
     context = scene.context(place, event.dtype, event.dtype)
 
@@ -129,16 +140,19 @@ def _check_span(
     check(scene, place, found, estimate, context=context, hypotheses=hypotheses)
 
 
-def _estimate(master: Float64, factor: _Factor, event: Event) -> Estimate:
+def estimate_of(master: Float64, factor: Factor, dtype: Dtype) -> Estimate:
+    """Return what is stepped with, with the bound of docs/laws/unscale_clip.md."""
     with np.errstate(invalid="ignore", over="ignore"):
         value = master * factor.value
         error = np.zeros(len(master))
         if factor.clips or not factor.sure or not is_power_of_two(factor.scale):
-            growth = gamma(ROUNDINGS, max(_U32, event.dtype.unit_roundoff))
-            error = growth * np.abs(value) + underflow(event.dtype)
+            growth = gamma(ROUNDINGS, max(_U32, dtype.unit_roundoff))
+            error = growth * np.abs(value) + underflow(dtype)
         elif factor.scale != 1:
-            error += underflow(event.dtype)
-        overflow = np.abs(value) >= event.dtype.largest
+            error += underflow(dtype)
+        else:  # a product with 1, where only flushing loses something
+            error[(master != 0) & (np.abs(master) < dtype.smallest_normal)] = underflow(dtype)
+        overflow = np.abs(value) >= dtype.largest
     return Estimate(value, error, overflow)
 
 

@@ -116,7 +116,12 @@ class _Solution:
 
 
 def fit(
-    found: Float64, terms: Sequence[tuple[str, Float64]], estimate: Estimate, dtype: Dtype
+    found: Float64,
+    terms: Sequence[tuple[str, Float64]],
+    estimate: Estimate,
+    dtype: Dtype,
+    *,
+    lost: float = 0.0,
 ) -> Fit:
     """Fit a recorded tensor on its summands and test every coefficient against 1.
 
@@ -125,11 +130,13 @@ def fit(
         terms: ``(label, values)``, each already multiplied with its nominal coefficient.
         estimate: the law's recomputation; its ``error`` weighs the elements.
         dtype: the coarsest dtype in which the sum was rounded.
+        lost: the largest error that one operation may make by underflow, where another dtype of the
+            path has a narrower range than ``dtype``.
 
     Returns:
         The fit. Nothing is off when it was refused.
     """
-    chosen = _choose(found, terms, estimate, dtype)
+    chosen = _choose(found, terms, estimate, dtype, max(lost, underflow(dtype)))
     labels = [label for label, _ in terms]
     if len(chosen.found) < FEWEST_ROWS:
         return Fit((), len(chosen.found), f"only {len(chosen.found)} elements to fit on")
@@ -178,7 +185,11 @@ def _off(solution: _Solution, smallest: float, floor: Float64) -> Mask:
 
 
 def _choose(
-    found: Float64, terms: Sequence[tuple[str, Float64]], estimate: Estimate, dtype: Dtype
+    found: Float64,
+    terms: Sequence[tuple[str, Float64]],
+    estimate: Estimate,
+    dtype: Dtype,
+    lost: float,
 ) -> _Rows:
     """Take the elements that say something: finite, not near underflow, not too many."""
     size = np.zeros(len(found))
@@ -186,7 +197,7 @@ def _choose(
         for _, values in terms:
             size += np.abs(values)
         # Where underflow may be a tenth of the rounding error, rounding is not relative any more.
-        small = 20.0 * len(terms) * underflow(dtype) / dtype.unit_roundoff
+        small = 20.0 * len(terms) * lost / dtype.unit_roundoff
         usable = np.isfinite(found) & np.isfinite(size) & (size > small) & (estimate.error > 0)
         usable &= ~estimate.overflow
     (rows,) = np.nonzero(usable)

@@ -192,7 +192,7 @@ def _check_span(scene: Scene, event: Event, path: Path, start: int, stop: int) -
                     own[micro_step] = own.get(micro_step, 0.0) + values
     estimate = estimate_of(by_rank, size, path, sum(map(len, path.inputs.values())))
     place = Place(LAW, scene.step, None, record.rank, event.param, "master_grad", start)
-    context = scene.context(place, path.dtype, event.dtype)
+    context = scene.context(place, path.dtype, event.dtype, lost=path.underflow)
     parts = [(number, _like(estimate, values)) for number, values in sorted(by_micro_step.items())]
     designs = [
         Design("rank", tuple((f"rank {r}", v) for r, v in by_rank.items())),

@@ -65,6 +65,7 @@ class Reduction:
         own: the rank's own contribution, unscaled.
         factor: what each contribution was multiplied with.
         dtype: the coarsest dtype on the path.
+        lost: the largest error of one operation by underflow.
     """
 
     estimate: Estimate
@@ -72,6 +73,7 @@ class Reduction:
     own: Estimate
     factor: float
     dtype: Dtype
+    lost: float
 
 
 def target_point(scene: Scene, rank: int) -> str | None:
@@ -222,7 +224,7 @@ def combine(
     estimate = cast(total, comm, target)
     own = next(values for member, values, _ in entered if member == rank)
     dtype = coarsest(middle, target)
-    return Reduction(estimate, tuple(terms), own, way.factor, dtype)
+    return Reduction(estimate, tuple(terms), own, way.factor, dtype, max(lost, underflow(target)))
 
 
 def predivide_factor(scene: Scene, rank: int) -> float:
@@ -250,7 +252,7 @@ def _check_span(scene: Scene, target: Event, expected: Reduction, start: int, st
     place = Place(
         LAW, scene.step, record.micro_step, record.rank, target.param, record.point, start
     )
-    context = scene.context(place, expected.dtype, target.dtype)
+    context = scene.context(place, expected.dtype, target.dtype, lost=expected.lost)
     terms = tuple((f"rank {rank}", term.value) for rank, term in expected.terms)
     world = len(terms)
 

@@ -110,7 +110,8 @@ def underflow(dtype: Dtype) -> float:
 def flushed(dtype: Dtype) -> float:
     """Return the largest absolute error of one addition by flushing its inputs and its result.
 
-    Without flushing a sum in the subnormal range is exact (Higham, 2.2, Hauser's theorem).
+    Without flushing a sum in the subnormal range is exact (Higham, 2.2, Hauser's theorem): a sum is a
+    whole multiple of the smallest subnormal, so below the smallest normal it is itself a number.
     """
     return 0.0 if dtype.name == "float16" else 3 * dtype.smallest_normal
 
@@ -153,7 +154,9 @@ def add_up(terms: Sequence[Estimate], dtype: Dtype) -> Estimate:
 
     Returns:
         ``error`` is the terms' own errors, ``gamma(n-1, u) * sum(|x_i| + error_i)``, flushing, and
-        the rounding of this recomputation.
+        the rounding of this recomputation. What an addition flushes, the later ones carry on and
+        round: hence ``1 + gamma`` with it. One term alone is a copy, or an addition to zero; that is
+        exact, but for a subnormal term.
     """
     n = len(terms)
     value = terms[0].value.copy()
@@ -166,11 +169,12 @@ def add_up(terms: Sequence[Estimate], dtype: Dtype) -> Estimate:
             error += term.error
             size += np.abs(term.value) + term.error
             overflow |= term.overflow
+        if n == 1:
+            tiny = (size > 0) & (np.abs(value) - error < dtype.smallest_normal)
+            return Estimate(value, error + np.where(tiny, flushed(dtype), 0.0), overflow)
         growth = gamma(n - 1, dtype.unit_roundoff)
-        spread = (growth + gamma(2 * n, _U64)) * size if n > 1 else 0.0
-        error = error + spread + n * flushed(dtype)
-        if n > 1:
-            overflow |= size * (1 + growth) >= dtype.largest
+        error += (growth + gamma(2 * n, _U64)) * size + n * (1 + growth) * flushed(dtype)
+        overflow |= size * (1 + growth) >= dtype.largest
     return Estimate(value, error, overflow)
 
 

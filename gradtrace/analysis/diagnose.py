@@ -118,7 +118,7 @@ def _test(
         return None
     terms = [("all", np.where(usable, estimate.value, 0.0))]
     inside = Estimate(terms[0][1], estimate.error, estimate.overflow | ~usable)
-    if fit(found, terms, inside, context.dtype).off:
+    if fit(found, terms, inside, context.dtype, lost=context.lost).off:
         return None
     distance = relative_l2(found[usable] - estimate.value[usable], estimate.value[usable])
     if hypothesis.score is not None:

@@ -63,13 +63,16 @@ class Coefficient:
         estimate: the fitted coefficient; 1 is right.
         sigma: its standard error.
         floor: what rounding may do to it systematically (0 until it mattered).
-        off: whether it is not 1, beyond all of that and the smallest effect.
+        resolution: how far from 1 the estimate must lie to be called off; infinite where it rests on
+            too little to be tested.
+        off: whether it does.
     """
 
     label: str
     estimate: float
     sigma: float
     floor: float
+    resolution: float
     off: bool
 
 
@@ -113,7 +116,12 @@ class _Solution:
 
 
 def fit(
-    found: Float64, terms: Sequence[tuple[str, Float64]], estimate: Estimate, dtype: Dtype
+    found: Float64,
+    terms: Sequence[tuple[str, Float64]],
+    estimate: Estimate,
+    dtype: Dtype,
+    *,
+    lost: float = 0.0,
 ) -> Fit:
     """Fit a recorded tensor on its summands and test every coefficient against 1.
 
@@ -122,11 +130,13 @@ def fit(
         terms: ``(label, values)``, each already multiplied with its nominal coefficient.
         estimate: the law's recomputation; its ``error`` weighs the elements.
         dtype: the coarsest dtype in which the sum was rounded.
+        lost: the largest error that one operation may make by underflow, where another dtype of the
+            path has a narrower range than ``dtype``.
 
     Returns:
         The fit. Nothing is off when it was refused.
     """
-    chosen = _choose(found, terms, estimate, dtype)
+    chosen = _choose(found, terms, estimate, dtype, max(lost, underflow(dtype)))
     labels = [label for label, _ in terms]
     if len(chosen.found) < FEWEST_ROWS:
         return Fit((), len(chosen.found), f"only {len(chosen.found)} elements to fit on")
@@ -144,12 +154,14 @@ def fit(
         if off.any():
             floor = _floor(chosen, groups, solution, sums, grid)
             off = _off(solution, smallest, floor)
+    resolution = _resolution(solution, smallest, floor)
     coefficients = tuple(
         Coefficient(
             label=", ".join(labels[at] for at in group),
             estimate=1 + float(solution.delta[column]),
             sigma=float(solution.sigma[column]),
             floor=float(floor[column]),
+            resolution=float(resolution[column]),
             off=bool(off[column]),
         )
         for column, group in enumerate(groups)
@@ -162,14 +174,22 @@ def round_to(values: Float64, dtype: Dtype) -> Float64:
     return to_float64(raw_bits(from_float64(values, dtype), dtype), dtype).reshape(values.shape)
 
 
+def _resolution(solution: _Solution, smallest: float, floor: Float64) -> Float64:
+    tested = (solution.effective >= FEWEST_EFFECTIVE) & (floor < LARGEST_FLOOR)
+    return np.where(tested, np.maximum(SIGMAS * solution.sigma + floor, smallest), np.inf)
+
+
 def _off(solution: _Solution, smallest: float, floor: Float64) -> Mask:
-    beyond = np.abs(solution.delta) > np.maximum(SIGMAS * solution.sigma + floor, smallest)
-    result: Mask = beyond & (solution.effective >= FEWEST_EFFECTIVE) & (floor < LARGEST_FLOOR)
+    result: Mask = np.abs(solution.delta) > _resolution(solution, smallest, floor)
     return result
 
 
 def _choose(
-    found: Float64, terms: Sequence[tuple[str, Float64]], estimate: Estimate, dtype: Dtype
+    found: Float64,
+    terms: Sequence[tuple[str, Float64]],
+    estimate: Estimate,
+    dtype: Dtype,
+    lost: float,
 ) -> _Rows:
     """Take the elements that say something: finite, not near underflow, not too many."""
     size = np.zeros(len(found))
@@ -177,7 +197,7 @@ def _choose(
         for _, values in terms:
             size += np.abs(values)
         # Where underflow may be a tenth of the rounding error, rounding is not relative any more.
-        small = 20.0 * len(terms) * underflow(dtype) / dtype.unit_roundoff
+        small = 20.0 * len(terms) * lost / dtype.unit_roundoff
         usable = np.isfinite(found) & np.isfinite(size) & (size > small) & (estimate.error > 0)
         usable &= ~estimate.overflow
     (rows,) = np.nonzero(usable)

@@ -69,6 +69,7 @@ class Context:
         dtype: the coarsest dtype on the path.
         stored: dtype of the record.
         factors: well-known factors by name, such as ``the world size``.
+        lost: the largest error of one operation on the path by underflow, in whatever dtype.
     """
 
     point: str
@@ -76,6 +77,7 @@ class Context:
     dtype: Dtype
     stored: Dtype
     factors: Mapping[str, float]
+    lost: float = 0.0
 
 
 def weighted(parts: Sequence[tuple[float, Estimate]], dtype: Dtype) -> Estimate:

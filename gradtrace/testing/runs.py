@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from gradtrace.testing.arithmetic import Arithmetic
 from gradtrace.testing.mutators import Fault
 from gradtrace.trace import points
 from gradtrace.trace.dtypes import DTYPES, Float64, from_float64, raw_bits, to_float64
@@ -84,6 +85,7 @@ class Run:
         partial: whether the first step was wrapped midway.
         faults: what goes wrong, in the order of application.
         omissions: what capture failed to record.
+        arithmetic: how collectives and accumulation buffers add.
         shard_bytes: when the writer seals a shard; small values give many.
         effective, ds_config, packages: members added over the usual ones.
     """
@@ -116,6 +118,7 @@ class Run:
     partial: bool = False
     faults: tuple[Fault, ...] = ()
     omissions: tuple[Omission, ...] = ()
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shard_bytes: int = 64 * 1024 * 1024
     effective: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
@@ -351,7 +354,7 @@ def _effective(run: Run) -> dict[str, Any]:
         "gradient_accumulation_steps": run.micro_steps if run.gas_mode == "engine" else 1,
         "managed_gradient_accumulation": True,
         "gradient_average": True,
-        "gradient_predivide_factor": 1.0,
+        "gradient_predivide_factor": run.arithmetic.predivide,
         "postscale_gradients": True,
         "reduce_scatter": run.reduce_scatter,
         "overlap_comm": False,

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from gradtrace.testing.arithmetic import mean
 from gradtrace.testing.mutators import KINDS, Fault, Hop, apply, plain_hop
 from gradtrace.testing.runs import (
     PARAMETERS,
@@ -35,7 +36,7 @@ from gradtrace.testing.runs import (
     run_id_of,
     shards_of,
 )
-from gradtrace.trace.dtypes import Float64
+from gradtrace.trace.dtypes import DTYPES, Float64
 from gradtrace.trace.records import Manifest, Parameter
 from gradtrace.trace.schema import encode_float
 from gradtrace.trace.spans import PADDING, Layout, pack_spans
@@ -258,7 +259,8 @@ class _Simulation:
             for name, values in rank.local.items():
                 now = rounded(values, dtype)
                 carry = carried.get(name, np.zeros_like(now))
-                hops[name] = plain_hop(rounded(carry + now, dtype), now=now, carry=carry, own=now)
+                total = run.arithmetic.add(carry, now, DTYPES[dtype])
+                hops[name] = plain_hop(total, now=now, carry=carry, own=now)
             outputs = {name: hop.values for name, hop in hops.items()}
             outputs = self._spoil("accumulate_local", micro_step, number, outputs, dtype, hops)
             rank.local_accum = {**carried, **outputs}
@@ -328,10 +330,9 @@ class _Simulation:
         """Return the mean of the ranks' buffers, and each rank's share of it; all rounded."""
         run = self.run
         comm = run.comm_dtype or run.bucket_dtype
-        shares = [rounded(rounded(flat, comm) / run.world_size, comm) for flat in flats]
-        total = shares[0]
-        for share in shares[1:]:
-            total = rounded(total + share, comm)
+        sent = [rounded(flat, comm) for flat in flats]
+        total = mean(sent, DTYPES[comm], run.arithmetic)
+        shares = [rounded(flat / run.world_size, comm) for flat in sent]
         return rounded(total, run.bucket_dtype), shares
 
     def _take_reduced(
@@ -399,7 +400,8 @@ class _Simulation:
                 carry = rank.accumulated.get(name, np.zeros_like(now))
                 if run.write_back:
                     carry = np.zeros_like(now)
-                hops[name] = plain_hop(rounded(carry + now, dtype), now=now, carry=carry, own=now)
+                total = run.arithmetic.add(carry, now, DTYPES[dtype])
+                hops[name] = plain_hop(total, now=now, carry=carry, own=now)
             outputs = {name: hop.values for name, hop in hops.items()}
             outputs = self._spoil("accumulate", micro_step, number, outputs, dtype, hops)
             rank.accumulated.update(outputs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, embeds, exact, gamma, zeros
+from gradtrace.analysis.bounds import Estimate, add_up, cast, embeds, exact, gamma, underflow, zeros
 from gradtrace.analysis.hypotheses import (
     FEWEST_FREE,
     Design,
@@ -200,12 +200,10 @@ def _check_span(
             return
         terms.append((f"micro-step {one.record.micro_step}", part))
     estimate = add_up([term for _, term in terms], event.dtype) if terms else zeros(stop - start)
-    if len(terms) == 1 and not terms[0][1].error.any():
-        estimate = terms[0][1]  # a copy, or an addition to nothing
     place = Place(
         LAW, scene.step, record.micro_step, record.rank, event.param, "accumulated", start
     )
-    context = scene.context(place, coarsest(*dtypes), event.dtype)
+    context = scene.context(place, coarsest(*dtypes), event.dtype, lost=max(map(underflow, dtypes)))
     design = Design("micro_step", tuple((label, term.value) for label, term in terms))
 
     def hypotheses() -> Iterator[Hypothesis]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, zeros
+from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, underflow, zeros
 from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses
 from gradtrace.analysis.laws.common import (
     Lack,
@@ -156,7 +156,7 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
     place = Place(
         LAW, scene.step, record.micro_step, record.rank, event.param, "local_accum", start
     )
-    context = scene.context(place, coarsest(*dtypes), event.dtype)
+    context = scene.context(place, coarsest(*dtypes), event.dtype, lost=max(map(underflow, dtypes)))
     labels = [f"micro-step {number}" for number, _ in terms]
     if carry is not None:
         labels[0] = "what was carried"

@@ -177,12 +177,14 @@ class Scene:
         """Say whether every rank holds every parameter whole (stage 0)."""
         return self.fact(rank, "replicated") is True
 
-    def context(self, place: Place, dtype: Dtype, stored: Dtype) -> Context:
+    def context(self, place: Place, dtype: Dtype, stored: Dtype, *, lost: float = 0.0) -> Context:
         """Return what an explanation of a place may refer to.
 
         Args:
             dtype: the coarsest dtype that the values passed through.
             stored: the dtype in which they were recorded.
+            lost: the largest error of one operation by underflow, where a dtype other than the
+                coarsest has the narrowest range.
         """
         rank = self.ranks[0] if place.rank is None else place.rank
         header = self.alignment.header(rank)
@@ -200,7 +202,7 @@ class Scene:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         }
         when = "" if place.micro_step is None else f" at micro-step {place.micro_step}"
-        return Context(f"{place.point}{when}", place.offset, dtype, stored, factors)
+        return Context(f"{place.point}{when}", place.offset, dtype, stored, factors, lost)
 
     def lack(
         self, point: str, micro_step: int | None, rank: int, param: int | None = None
@@ -270,7 +272,10 @@ def check(
     judgement = judge(found, estimate)
     fits: list[Fit] = []
     if not judgement.broken:
-        fits = [fit(found, design.terms, estimate, context.dtype) for design in designs]
+        fits = [
+            fit(found, design.terms, estimate, context.dtype, lost=context.lost)
+            for design in designs
+        ]
     off = next((result for result in fits if result.off), None)
     if not judgement.broken and off is None:
         scene.ledger.passed(place.law, judgement.worst_ratio)

@@ -6,8 +6,8 @@ bound counts every rounding on the path in the coarsest dtype of the path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from gradtrace.analysis.hypotheses import (
 )
 from gradtrace.analysis.laws.accumulate import last_of_step_before
 from gradtrace.analysis.laws.common import Lack, Place, Scene, check, coarsest
-from gradtrace.analysis.laws.reduce import mean_factor
+from gradtrace.analysis.laws.reduce import mean_factor, predivide_factor
 from gradtrace.trace.dtypes import Dtype, Float64
 
 LAW = "end_to_end"
@@ -30,7 +30,7 @@ CASTS = 4  # to the bucket, to the wire, to the accumulator, to the optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
+class Path:
     """Hold the local gradients of one parameter, and what lies between them and the optimizer.
 
     Attributes:
@@ -38,8 +38,9 @@ class _Path:
         factor: what a gradient is multiplied with.
         dtype: the coarsest dtype on the path.
         roundings: how many roundings one gradient meets at most.
-        underflow: the largest error that one operation makes by underflow, in any dtype on the path.
-        largest: what the narrowest range on the path still holds.
+        underflow: the largest error that one operation makes by underflow, in any dtype on the path,
+            and that the predivide factor may multiply.
+        largest: what the narrowest range on the path still holds, predivided.
     """
 
     inputs: Mapping[tuple[int, int], tuple[Event, ...]]
@@ -52,7 +53,7 @@ class _Path:
 
 def check_param(scene: Scene, param: int) -> None:
     """Check one parameter from end to end, on every rank that holds a part of the result."""
-    done: dict[tuple[int, ...], _Path | Lack] = {}
+    done: dict[tuple[int, ...], Path | Lack] = {}
     for rank in scene.ranks:
         events = scene.alignment.events(scene.step, None, "master_grad", rank, param)
         lack = scene.lack("master_grad", None, rank)
@@ -73,7 +74,7 @@ def check_param(scene: Scene, param: int) -> None:
 
 def _path(
     scene: Scene, rank: int, group: tuple[int, ...], param: int, target: Dtype
-) -> _Path | Lack:
+) -> Path | Lack:
     if scene.partial:
         return Lack("skip", "the step was wrapped in the middle")
     if not group or not set(group) <= set(scene.ranks):
@@ -97,20 +98,48 @@ def _path(
     if isinstance(factor, Lack):
         return factor
     most = max(sum(len(inputs[member, m]) for m in scene.micro_steps) for member in group)
-    scalings = 0 if is_power_of_two(factor) else 2
-    predivide = scene.fact(rank, "gradient_predivide_factor")
-    if isinstance(predivide, (int, float)) and predivide not in (0, 1):
-        scalings += 4
-    once = len(group) - 1 + scalings + CASTS
     again = _collectives(scene, rank, param) if _carried(scene, group, param) else 1
+    path = path_of(
+        dtypes,
+        factor=factor,
+        predivide=predivide_factor(scene, rank),
+        world=len(group),
+        most=most,
+        again=again,
+    )
+    return replace(path, inputs=inputs)
+
+
+def path_of(
+    dtypes: Sequence[Dtype],
+    *,
+    factor: float,
+    predivide: float,
+    world: int,
+    most: int,
+    again: int,
+) -> Path:
+    """Count the roundings of a path; see docs/laws/end_to_end.md.
+
+    Args:
+        dtypes: all that a gradient may be rounded to on its way.
+        factor: of the mean.
+        predivide: divided by before the sum over ranks and multiplied by after it; 1 for nothing.
+        world: ranks that are added up.
+        most: gradients of one rank that are added up.
+        again: how many collectives one gradient passes.
+    """
+    scalings = 0 if is_power_of_two(factor) else 2
+    if predivide != 1:
+        scalings += 4
     # The coarsest dtype need not be the one of the narrowest range: bf16 on the wire of fp16 gradients.
-    return _Path(
-        inputs,
+    return Path(
+        {},
         factor,
         coarsest(*dtypes),
-        max(most - 1, 0) + once * max(again, 1),
-        max(underflow(dtype) for dtype in dtypes),
-        min(dtype.largest for dtype in dtypes),
+        max(most - 1, 0) + (world - 1 + scalings + CASTS) * max(again, 1),
+        max(underflow(dtype) for dtype in dtypes) * max(1.0, predivide),
+        min(dtype.largest for dtype in dtypes) * min(1.0, predivide),
     )
 
 
@@ -140,7 +169,7 @@ def _carried(scene: Scene, group: tuple[int, ...], param: int) -> bool:
     )
 
 
-def _check_span(scene: Scene, event: Event, path: _Path, start: int, stop: int) -> None:
+def _check_span(scene: Scene, event: Event, path: Path, start: int, stop: int) -> None:
     record = event.record
     found = scene.alignment.cut(event, start, stop)
     assert found is not None
@@ -161,9 +190,9 @@ def _check_span(scene: Scene, event: Event, path: _Path, start: int, stop: int) 
                 by_micro_step[micro_step] = by_micro_step.get(micro_step, 0.0) + scaled
                 if member == record.rank:
                     own[micro_step] = own.get(micro_step, 0.0) + values
-    estimate = _estimate(by_rank, size, path, sum(map(len, path.inputs.values())))
+    estimate = estimate_of(by_rank, size, path, sum(map(len, path.inputs.values())))
     place = Place(LAW, scene.step, None, record.rank, event.param, "master_grad", start)
-    context = scene.context(place, path.dtype, event.dtype)
+    context = scene.context(place, path.dtype, event.dtype, lost=path.underflow)
     parts = [(number, _like(estimate, values)) for number, values in sorted(by_micro_step.items())]
     designs = [
         Design("rank", tuple((f"rank {r}", v) for r, v in by_rank.items())),
@@ -202,7 +231,7 @@ def _check_span(scene: Scene, event: Event, path: _Path, start: int, stop: int) 
     )
 
 
-def _estimate(by_rank: Mapping[int, Float64], size: Float64, path: _Path, count: int) -> Estimate:
+def estimate_of(by_rank: Mapping[int, Float64], size: Float64, path: Path, count: int) -> Estimate:
     """Return the mean of the sums, and a bound from every rounding on the path."""
     value = np.zeros(len(size))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -224,7 +253,7 @@ def _like(estimate: Estimate, values: Float64) -> Estimate:
 
 def _local(
     estimate: Estimate,
-    path: _Path,
+    path: Path,
     parts: list[tuple[int, Estimate]],
     own: Mapping[int, Float64],
     rank: int,

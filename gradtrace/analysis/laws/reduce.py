@@ -6,13 +6,22 @@ e-th bucket of a micro-step on one rank is reduced with its e-th bucket on the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, gamma, scale
+from gradtrace.analysis.bounds import (
+    Estimate,
+    add_up,
+    cast,
+    exact,
+    flushed,
+    gamma,
+    scale,
+    underflow,
+)
 from gradtrace.analysis.hypotheses import Design, Hypothesis, likeliest_missing, weighted
 from gradtrace.analysis.laws.common import (
     Lack,
@@ -30,6 +39,23 @@ MOST_PEERS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """Say how a collective averages.
+
+    Attributes:
+        comm: dtype of the wire, and of the sums or coarser than they.
+        factor: what each contribution is multiplied with in all.
+        predivide: what is divided by before the sum and multiplied by after it; 1 for nothing.
+        late: whether the division may follow the sum.
+    """
+
+    comm: Dtype
+    factor: float
+    predivide: float
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """Hold what should leave a collective, for a stretch of one parameter.
 
@@ -39,6 +65,7 @@ class Reduction:
         own: the rank's own contribution, unscaled.
         factor: what each contribution was multiplied with.
         dtype: the coarsest dtype on the path.
+        lost: the largest error of one operation by underflow.
     """
 
     estimate: Estimate
@@ -46,6 +73,7 @@ class Reduction:
     own: Estimate
     factor: float
     dtype: Dtype
+    lost: float
 
 
 def target_point(scene: Scene, rank: int) -> str | None:
@@ -133,38 +161,81 @@ def _combine(
     entered: list[tuple[int, Estimate, Dtype]],
     target: Dtype,
 ) -> Reduction | Lack:
-    source = coarsest(*(dtype for _, _, dtype in entered))
-    comm = DTYPES.get(str(comm_name), source)
     if op not in ("mean", "sum"):
         return Lack("skip", "the kind of reduction was not recorded")
-    factor = mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0
-    middle = coarsest(source, comm)
-    predivide = scene.fact(rank, "gradient_predivide_factor")
-    # Only this path sums before it divides; the others divide each contribution first.
-    late = (
-        op == "mean"
-        and scene.fact(rank, "postscale_gradients") is not False
-        and scene.fact(rank, "reduce_scatter") is not True
-        and scene.fact(rank, "adapter") != "zero3"
+    source = coarsest(*(dtype for _, _, dtype in entered))
+    way = Way(
+        comm=DTYPES.get(str(comm_name), source),
+        factor=mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0,
+        predivide=predivide_factor(scene, rank),
+        # Only this path sums before it divides; the others divide each contribution first.
+        late=(
+            op == "mean"
+            and scene.fact(rank, "postscale_gradients") is not False
+            and scene.fact(rank, "reduce_scatter") is not True
+            and scene.fact(rank, "adapter") != "zero3"
+        ),
     )
+    return combine(entered, rank, way, target)
+
+
+def combine(
+    entered: Sequence[tuple[int, Estimate, Dtype]], rank: int, way: Way, target: Dtype
+) -> Reduction:
+    """Recompute a reduction from what entered it, with the bound of docs/laws/reduce.md.
+
+    Args:
+        entered: ``(rank, values, their dtype)`` of every rank of the group.
+        rank: the one whose own contribution is kept.
+        way: how the collective averages.
+        target: dtype of what leaves it.
+    """
+    source = coarsest(*(dtype for _, _, dtype in entered))
+    comm = way.comm
+    middle = coarsest(source, comm)
+    # What is lost first is multiplied again, by the predivide factor at most. The division may be
+    # made in either dtype, and the coarser one need not be the one of the narrower range.
+    grown = max(1.0, way.predivide)
+    lost = grown * max(underflow(source), underflow(comm))
     terms: list[tuple[int, Estimate]] = []
     for member, values, dtype in entered:
-        term = scale(cast(values, dtype, comm), factor, middle)
-        if isinstance(predivide, (int, float)) and predivide not in (0, 1):
-            extra = gamma(4, middle.unit_roundoff) * (np.abs(term.value) + term.error)
+        term = scale(cast(values, dtype, comm), way.factor, middle)
+        if way.factor != 1:
+            term = replace(term, error=term.error + 2 * lost)
+        if way.predivide != 1:
+            growth = gamma(4, middle.unit_roundoff)
+            extra = growth * (np.abs(term.value) + term.error) + 3 * (1 + growth) * lost
             term = replace(term, error=term.error + extra)
         terms.append((member, term))
     total = add_up([term for _, term in terms], comm)
-    if late:  # the sum may be formed before it is divided
+    if way.predivide != 1:
+        most = len(terms) * (1 + gamma(len(terms) + 1, comm.unit_roundoff))
+        total = replace(total, error=total.error + most * grown * flushed(comm))
+    if way.late or way.predivide != 1:  # what is formed on the way may be larger than the mean
         size = np.zeros(len(total.value))
-        for _, values, _ in entered:
-            size += np.abs(values.value)
-        with np.errstate(invalid="ignore"):
-            total = replace(total, overflow=total.overflow | (size * 1.01 >= comm.largest))
+        with np.errstate(invalid="ignore", over="ignore"):
+            for _, values, _ in entered:
+                size += np.abs(values.value)
+            if not way.late and way.predivide > 1:
+                size = size * way.factor
+            reach = size / min(1.0, way.predivide) * 1.01
+            growth = gamma(len(terms) + 5, comm.unit_roundoff)
+            total = replace(total, overflow=total.overflow | (reach * (1 + growth) >= comm.largest))
     estimate = cast(total, comm, target)
     own = next(values for member, values, _ in entered if member == rank)
     dtype = coarsest(middle, target)
-    return Reduction(estimate, tuple(terms), own, factor, dtype)
+    return Reduction(estimate, tuple(terms), own, way.factor, dtype, max(lost, underflow(target)))
+
+
+def predivide_factor(scene: Scene, rank: int) -> float:
+    """Return what a mean divides by before the sum and multiplies by after it; 1 for nothing.
+
+    Source: deepspeed 0.19.8, stage_1_and_2.py:1499, stage3.py:1872, engine.py:3808.
+    """
+    value = scene.fact(rank, "gradient_predivide_factor")
+    known = isinstance(value, (int, float)) and value > 0
+    known = known and scene.fact(rank, "postscale_gradients") is not False
+    return float(value) if known else 1.0
 
 
 def mean_factor(scene: Scene, rank: int, world: int) -> float:
@@ -181,7 +252,7 @@ def _check_span(scene: Scene, target: Event, expected: Reduction, start: int, st
     place = Place(
         LAW, scene.step, record.micro_step, record.rank, target.param, record.point, start
     )
-    context = scene.context(place, expected.dtype, target.dtype)
+    context = scene.context(place, expected.dtype, target.dtype, lost=expected.lost)
     terms = tuple((f"rank {rank}", term.value) for rank, term in expected.terms)
     world = len(terms)
 

@@ -23,7 +23,7 @@ from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, u
 from gradtrace.analysis.hypotheses import Hypothesis, weighted
 from gradtrace.analysis.laws.common import Lack, Norm, Place, Scene, check, simple_finding
 from gradtrace.analysis.laws.norm import gradient_norm
-from gradtrace.trace.dtypes import DTYPES, Float64
+from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
 from gradtrace.trace.records import Json
 
 LAW = "unscale_clip"
@@ -34,7 +34,7 @@ _U32: Final = DTYPES["float32"].unit_roundoff
 
 
 @dataclass(frozen=True, slots=True)
-class _Factor:
+class Factor:
     """Hold what master_grad is multiplied with.
 
     Attributes:
@@ -131,24 +131,38 @@ def _number(value: Json) -> float | None:
     return float(value)
 
 
-def _factor(scene: Scene, rank: int, given: Event | None) -> _Factor | Lack:
+def _factor(scene: Scene, rank: int, given: Event | None) -> Factor | Lack:
     facts = scene.alignment.step_end(scene.step, rank).facts
     scale, clip = _number(facts.get("loss_scale")), _number(facts.get("clip"))
     after = _number(facts.get("loss_scale_after"))
     if scale is None or clip is None or scale <= 0:
         return Lack("skip", "the loss scale or the clip value is not known")
-    if clip <= 0:
-        return _Factor(1 / scale, scale, False, True, 0.0, after)
-    norm = _clip_norm(scene, rank, given, scale)
+    norm: Norm | Lack = Norm(0.0, 0.0, 0.0)
+    if clip > 0:
+        norm = _clip_norm(scene, rank, given, scale)
     if isinstance(norm, Lack):
         return norm
+    return factor_of(scale, clip, norm, after)
+
+
+def factor_of(scale: float, clip: float, norm: Norm, after: float | None = None) -> Factor:
+    """Return what unscaling and clipping multiply with.
+
+    Args:
+        scale: the loss scale that was divided out.
+        clip: the clip value; 0 for none.
+        norm: of the unscaled gradient; unused without a clip value.
+        after: the loss scale that the step left behind.
+    """
+    if clip <= 0:
+        return Factor(1 / scale, scale, False, True, 0.0, after)
     ratio = (norm.value + EPSILON) / clip
     loose = norm.relative + norm.absolute / (norm.value + EPSILON)
     if after is not None:
         # DeepSpeed adds the 1e-6 to what the scale that it left behind makes of the norm.
         loose += EPSILON * abs(after / scale - 1) / (norm.value + EPSILON)
     sure = abs(ratio - 1) > gamma(ROUNDINGS, _U32) + loose
-    return _Factor(1 / (scale * max(1.0, ratio)), scale, ratio > 1, sure, loose, after)
+    return Factor(1 / (scale * max(1.0, ratio)), scale, ratio > 1, sure, loose, after)
 
 
 def _clip_norm(scene: Scene, rank: int, given: Event | None, scale: float) -> Norm | Lack:
@@ -169,7 +183,7 @@ def _clip_norm(scene: Scene, rank: int, given: Event | None, scale: float) -> No
 
 
 def _check_span(
-    scene: Scene, event: Event, given: Event, factor: _Factor, start: int, stop: int
+    scene: Scene, event: Event, given: Event, factor: Factor, start: int, stop: int
 ) -> None:
     alignment, record = scene.alignment, event.record
     found, master = alignment.cut(event, start, stop), alignment.cut(given, start, stop)
@@ -177,7 +191,7 @@ def _check_span(
     if master is None:
         scene.ledger.lack(LAW, Lack("gap", "master_grad holds other elements"))
         return
-    estimate = _estimate(master, factor, event)
+    estimate = estimate_of(master, factor, event.dtype)
     place = Place(LAW, scene.step, None, record.rank, event.param, "clipped_grad", start)
     context = scene.context(place, event.dtype, event.dtype)
 
@@ -209,17 +223,20 @@ def _check_span(
     check(scene, place, found, estimate, context=context, hypotheses=hypotheses)
 
 
-def _estimate(master: Float64, factor: _Factor, event: Event) -> Estimate:
+def estimate_of(master: Float64, factor: Factor, dtype: Dtype) -> Estimate:
+    """Return what is stepped with, with the bound of docs/laws/unscale_clip.md."""
     with np.errstate(invalid="ignore", over="ignore"):
         value = master * factor.value
         error = np.zeros(len(master))
         if factor.clips or not factor.sure or not is_power_of_two(factor.scale):
-            growth = gamma(ROUNDINGS, max(_U32, event.dtype.unit_roundoff))
+            growth = gamma(ROUNDINGS, max(_U32, dtype.unit_roundoff))
             growth += factor.loose * (1 + growth)
-            error = growth * np.abs(value) + underflow(event.dtype)
+            error = growth * np.abs(value) + underflow(dtype)
         elif factor.scale != 1:
-            error += underflow(event.dtype)
-        overflow = np.abs(value) >= event.dtype.largest
+            error += underflow(dtype)
+        else:  # a product with 1, where only flushing loses something
+            error[(master != 0) & (np.abs(master) < dtype.smallest_normal)] = underflow(dtype)
+        overflow = np.abs(value) >= dtype.largest
     return Estimate(value, error, overflow)
 
 

@@ -24,7 +24,7 @@ from gradtrace.analysis.laws import (
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding
-from gradtrace.trace.points import POINTS
+from gradtrace.trace.points import POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Gap
 
@@ -41,7 +41,6 @@ PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
 )
 # A pass must rest on some hop of the gradient, not on scalars, layouts and padding alone.
 HOPS: Final = ("accumulate_local", "pack", "reduce", "accumulate", "end_to_end")
-_AFTER_ALL: Final = 2**62  # sorts a null micro_step behind every micro-step
 _NAMED: Final = 3
 CLEARLY: Final = 1.2  # how much more support another cause must have
 TINY: Final = 8  # elements; fewer are explained by too much
@@ -257,7 +256,7 @@ def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, st
         finding = entry.finding
         return (
             finding.step,
-            _AFTER_ALL if finding.micro_step is None else finding.micro_step,
+            moment(finding.point, finding.micro_step),
             LAWS.index(finding.law),
             -1 if entry.param is None else alignment.backward_order(entry.param),
             finding.param or "",

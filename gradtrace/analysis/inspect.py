@@ -155,7 +155,7 @@ def inspect(path: str | Path) -> TraceInfo:
 
 def record_bytes(trace: Trace, record: Record) -> int:
     """Return the size of a record's tensor, 0 for a record of facts only."""
-    if record.layout is None or record.dtype is None:
+    if record.key is None or record.dtype is None:
         return 0
     return layout_numel(trace.layout(record)) * DTYPES[record.dtype].size_bytes
 

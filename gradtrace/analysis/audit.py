@@ -19,6 +19,7 @@ from gradtrace.analysis.laws import (
     partition,
     reduce,
     replicate,
+    replicate_values,
     seed,
     unscale_clip,
 )
@@ -83,6 +84,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         scene = Scene(alignment, step, ledger)
         seen = len(ledger.found)
         replicate.check(scene)
+        replicate_values.check(scene)
         seed.check(scene)
         master.check_padding(scene)
         if step == chosen[0]:

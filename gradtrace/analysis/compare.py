@@ -22,6 +22,7 @@ from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, relative_l2
 from gradtrace.analysis.gate import Pair
 from gradtrace.analysis.judging import Sample, sample
+from gradtrace.analysis.origins import Origins
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import Locals, Reduction, Side, gather, reductions
 from gradtrace.trace.dtypes import Dtype, Float64
@@ -81,6 +82,7 @@ class Step:
         mode: ``full``: everything corresponds; ``local``: only what belongs to one rank does;
             ``boundary``: only the averaged gradient of the whole step does.
         dtype: the coarser of the two runs' dtypes.
+        origins: what hashes say of the weights and batches that both began with.
     """
 
     baseline: Side
@@ -89,6 +91,7 @@ class Step:
     mode: Mode
     dtype: Dtype
     tally: Tally
+    origins: Origins = field(default_factory=Origins)
 
     @property
     def sides(self) -> tuple[Side, Side]:

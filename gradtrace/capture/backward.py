@@ -128,6 +128,7 @@ class BackwardWatch:
                 "gas": int(engine.gradient_accumulation_steps()),
                 "scale_wrt_gas": scale_wrt_gas,
                 "boundary": bool(engine.is_gradient_accumulation_boundary()),
+                "engine_micro_steps": int(engine.micro_steps),
             }
 
     def _finish(self) -> None:

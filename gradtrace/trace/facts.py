@@ -125,6 +125,7 @@ _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
 }
 _STEP: Final[Mapping[str, Fits]] = {
     "loss_scale": _number,
+    "loss_scale_after": _number,
     "overflow": _flag,
     "grad_norm": _number,
     "clip": _number,
@@ -134,7 +135,6 @@ _STEP: Final[Mapping[str, Fits]] = {
     "engine_skipped_steps": _count,
     "engine_global_samples": _count,
     "boundary": _flag,
-    "next_loss_scale": _number,
 }
 _EFFECTIVE: Final[Mapping[str, Fits]] = {
     **dict.fromkeys(

@@ -295,6 +295,7 @@ def step_facts(model: Model, scale: float) -> dict[str, Any]:
     optimizer, engine = model.optimizer, model.engine
     return {
         "loss_scale": scale,
+        "loss_scale_after": loss_scale(model),
         "overflow": bool(getattr(optimizer, "overflow", False)),
         "grad_norm": getattr(optimizer, "_global_grad_norm", None),
         "clip": float(getattr(optimizer, "clip_grad", 0.0)),
@@ -304,7 +305,6 @@ def step_facts(model: Model, scale: float) -> dict[str, Any]:
         "engine_skipped_steps": int(engine.skipped_steps),
         "engine_global_samples": int(engine.global_samples),
         "boundary": bool(engine.is_gradient_accumulation_boundary()),
-        "next_loss_scale": loss_scale(model),
     }
 
 

@@ -17,15 +17,26 @@ def _held(name: str) -> Reader:
     return lambda m: getattr(m.optimizer, name)
 
 
-def _scaler(name: str, own: str | None = None) -> Reader:
-    """Read from the loss scaler of a dynamic scale, or from an optimizer that is its own (FP16)."""
+def _dynamic(model: Model) -> bool:
+    holder = model.optimizer
+    if not hasattr(holder, "dynamic_loss_scale"):
+        holder = holder.loss_scale_config  # FP16_Optimizer since 0.18.6
+    return bool(holder.dynamic_loss_scale)
+
+
+def _scaler(*names: str) -> Reader:
+    """Read what governs a dynamic loss scale, wherever this optimizer keeps it, under any name."""
 
     def read(model: Model) -> Any:
-        optimizer = model.optimizer
-        if not optimizer.dynamic_loss_scale:
+        if not _dynamic(model):
             return None
-        scaler = getattr(optimizer, "loss_scaler", None)
-        return getattr(optimizer, own or name) if scaler is None else getattr(scaler, name)
+        optimizer = model.optimizer
+        holders = [getattr(optimizer, n, None) for n in ("loss_scaler", "loss_scale_config")]
+        for holder in (*holders, optimizer):
+            for name in names:
+                if getattr(holder, name, None) is not None:
+                    return getattr(holder, name)
+        return None
 
     return read
 
@@ -50,7 +61,7 @@ SETTINGS: Final[Mapping[str, Reader]] = {
         m.engine.torch_autocast_dtype() if m.engine.torch_autocast_enabled() else None
     ),
     "master_dtype": _held("master_weights_and_grads_dtype"),
-    "dynamic_loss_scale": lambda m: bool(m.optimizer.dynamic_loss_scale),
+    "dynamic_loss_scale": _dynamic,
     "loss_scale_factor": _scaler("scale_factor"),
     "loss_scale_window": _scaler("scale_window"),
     "min_loss_scale": _scaler("min_scale", "min_loss_scale"),

@@ -46,6 +46,7 @@ class PointInfo:
     Attributes:
         status: ``recorded``, ``not_planned``, ``absent: REASON``, or ``mixed`` when ranks differ.
         bytes: size of the tensors.
+        digests: records that hold a digest instead of a tensor.
     """
 
     point: str
@@ -53,6 +54,7 @@ class PointInfo:
     records: int
     bytes: int
     gaps: int
+    digests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,4 +216,5 @@ def _point(trace: Trace, point: str) -> PointInfo:
         records=len(records),
         bytes=sum(record_bytes(trace, record) for record in records),
         gaps=len(gaps),
+        digests=sum("digest" in record.facts for record in records),
     )

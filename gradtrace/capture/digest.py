@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from gradtrace.capture.snapshot import Pending, Piece, Sighting, dtype_name, pending
-from gradtrace.trace.digest import FIRST, GOLDEN, SECOND, hash_text
+from gradtrace.trace.digest import FIRST, GOLDEN, MEMBERS, SECOND, hash_text
 from gradtrace.trace.schema import encode_float
 from gradtrace.trace.spans import PADDING, Layout, pack_spans
 
@@ -23,7 +23,6 @@ _CHUNK_CPU: Final = 2**15
 _CHUNK_DEVICE: Final = 2**20
 _RAW: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_MEMBERS: Final = ("l2", "max_abs", "zeros", "nans", "infs", "hash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +183,4 @@ def _members(numels: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[str
             numels, counts, sizes, strict=True
         )
     ]
-    return {name: [row[at] for row in rows] for at, name in enumerate(_MEMBERS)}
+    return {name: [row[at] for row in rows] for at, name in enumerate(MEMBERS)}

@@ -35,6 +35,7 @@ GOLDEN: Final = 0x9E3779B97F4A7C15
 FIRST: Final = 0xBF58476D1CE4E5B9
 SECOND: Final = 0x94D049BB133111EB
 MASK: Final = 2**64 - 1
+MEMBERS: Final = ("l2", "max_abs", "zeros", "nans", "infs", "hash")  # of ``facts["digest"]``
 
 
 def mix64(index: NDArray[np.uint64], bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -84,9 +85,7 @@ def digest_of(stretches: Iterable[tuple[NDArray[Any], int]], dtype: Dtype) -> di
     Returns:
         One list a member, one entry a span. ``l2`` and ``max_abs`` are over the finite elements.
     """
-    members: dict[str, list[Any]] = {
-        name: [] for name in ("l2", "max_abs", "zeros", "nans", "infs", "hash")
-    }
+    members: dict[str, list[Any]] = {name: [] for name in MEMBERS}
     for bits, first in stretches:
         values = to_float64(bits, dtype)
         finite = values[np.isfinite(values)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,12 @@ def test_a_digest_keeps_no_bytes(tmp_path: Path) -> None:
     record = open_trace(tmp_path / "trace").ranks[0].records[0]
     assert (record.key, record.shard, record.dtype) == (None, None, "float32")
     assert not list((tmp_path / "trace").rglob("*.safetensors"))
+
+
+def test_the_documented_vectors_are_right() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/format.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| `([0-9a-f]{16})` \|$", text, re.MULTILINE)
+    assert len(rows) == 5
+    for index, bits, mixed in rows:
+        found = mix64(np.array([int(index)], dtype=np.uint64), np.uint64(int(bits)))
+        assert hash_text(int(found[0])) == mixed

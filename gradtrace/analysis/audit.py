@@ -19,12 +19,13 @@ from gradtrace.analysis.laws import (
     partition,
     reduce,
     replicate,
+    replicate_values,
     seed,
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding
-from gradtrace.trace.points import POINTS
+from gradtrace.trace.points import POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Gap
 
@@ -42,8 +43,8 @@ PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
 )
 # A pass must rest on some hop of the gradient, not on scalars, layouts and padding alone.
 HOPS: Final = ("accumulate_local", "pack", "reduce", "accumulate", "end_to_end")
-_AFTER_ALL: Final = 2**62  # sorts a null micro_step behind every micro-step
 _NAMED: Final = 3
+_LAST: Final = 2**62  # behind every parameter
 CLEARLY: Final = 1.2  # how much more support another cause must have
 TINY: Final = 8  # elements; fewer are explained by too much
 
@@ -85,6 +86,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         scene = Scene(alignment, step, ledger)
         seen = len(ledger.found)
         replicate.check(scene)
+        replicate_values.check(scene)
         seed.check(scene)
         master.check_padding(scene)
         unscale_clip.check_norm(scene)
@@ -263,10 +265,10 @@ def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, st
         finding = entry.finding
         order = -1 if entry.param is None else alignment.backward_order(entry.param)
         if entry.param is None and finding.law == "unscale_clip":
-            order = _AFTER_ALL  # a wrong report of the norm matters less than wrong gradients
+            order = _LAST  # a wrong report of the norm matters less than wrong gradients
         return (
             finding.step,
-            _AFTER_ALL if finding.micro_step is None else finding.micro_step,
+            moment(finding.point, finding.micro_step),
             LAWS.index(finding.law),
             order,
             finding.param or "",

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from gradtrace.analysis.compare import OPTIMIZER_SORT
 from gradtrace.analysis.results import AuditResult, Blame, Divergence, Finding, Side
-from gradtrace.trace.points import depth
+from gradtrace.trace.points import depth, moment
 
 _NEVER: Final = 9
 
@@ -120,4 +119,4 @@ def _upstream(finding: Finding, first: Divergence) -> bool:
 
 
 def _place(step: int, micro_step: int | None, point: str) -> tuple[int, int, int]:
-    return (step, OPTIMIZER_SORT if micro_step is None else micro_step, depth(point))
+    return (step, moment(point, micro_step), depth(point))

@@ -22,17 +22,17 @@ from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, relative_l2
 from gradtrace.analysis.gate import Pair
 from gradtrace.analysis.judging import Sample, sample
+from gradtrace.analysis.origins import Origins
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import Locals, Reduction, Side, gather, reductions
 from gradtrace.trace.dtypes import Dtype, Float64
-from gradtrace.trace.points import depth
+from gradtrace.trace.points import depth, moment
 
 Mode = Literal["full", "local", "boundary"]
 Rank = int | None
 SHARDS: Final = ("reduced", "partition")
 UNDERFLOWS: Final = 16  # roundings to nothing that are allowed for in each micro-step
 _U64: Final = 2.0**-53
-OPTIMIZER_SORT: Final = 2**62  # micro_step null comes last
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Outcome:
     def sort_key(self) -> tuple[int, int, int, int, str, int]:
         """Return step, micro_step (null last), depth, backward order, name, rank."""
         found = self.divergence
-        micro_step = OPTIMIZER_SORT if found.micro_step is None else found.micro_step
+        micro_step = moment(found.point, found.micro_step)
         rank = -1 if found.rank is None else found.rank
         return (
             found.step, micro_step, depth(found.point), self.order, found.param or "", rank,
@@ -82,6 +82,7 @@ class Step:
         mode: ``full``: everything corresponds; ``local``: only what belongs to one rank does;
             ``boundary``: only the averaged gradient of the whole step does.
         dtype: the coarser of the two runs' dtypes.
+        origins: what hashes say of the weights and batches that both began with.
     """
 
     baseline: Side
@@ -90,6 +91,7 @@ class Step:
     mode: Mode
     dtype: Dtype
     tally: Tally
+    origins: Origins = field(default_factory=Origins)
 
     @property
     def sides(self) -> tuple[Side, Side]:

@@ -26,6 +26,7 @@ from gradtrace.analysis.compare import (
     compare_parameter,
 )
 from gradtrace.analysis.gate import Gate, compare_runs, some
+from gradtrace.analysis.origins import compare_origins
 from gradtrace.analysis.results import (
     AuditResult,
     Blame,
@@ -128,7 +129,12 @@ def _compare_step(walk: Walk, gate: Gate, sides: tuple[Side, Side], number_: int
         return
     dtype = coarsest([side.path.dtype.name for side in sides])
     tally = Tally()
-    step = Step(*sides, number_, mode, dtype, tally)
+    origins = compare_origins(
+        sides[0].align, sides[1].align, number_, corresponding=mode != "boundary"
+    )
+    for text in origins.notes(number_, begins=walk.last is None, same_start=walk.same_start):
+        walk.note(text)
+    step = Step(*sides, number_, mode, dtype, tally, origins)
     if step.partial:
         walk.note(f"step {number_} was wrapped in the middle: only local gradients are compared")
     for pair in gate.pairs:

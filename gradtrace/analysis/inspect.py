@@ -46,6 +46,7 @@ class PointInfo:
     Attributes:
         status: ``recorded``, ``not_planned``, ``absent: REASON``, or ``mixed`` when ranks differ.
         bytes: size of the tensors.
+        digests: records that hold a digest instead of a tensor.
     """
 
     point: str
@@ -53,6 +54,7 @@ class PointInfo:
     records: int
     bytes: int
     gaps: int
+    digests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def inspect(path: str | Path) -> TraceInfo:
 
 def record_bytes(trace: Trace, record: Record) -> int:
     """Return the size of a record's tensor, 0 for a record of facts only."""
-    if record.layout is None or record.dtype is None:
+    if record.key is None or record.dtype is None:
         return 0
     return layout_numel(trace.layout(record)) * DTYPES[record.dtype].size_bytes
 
@@ -214,4 +216,5 @@ def _point(trace: Trace, point: str) -> PointInfo:
         records=len(records),
         bytes=sum(record_bytes(trace, record) for record in records),
         gaps=len(gaps),
+        digests=sum("digest" in record.facts for record in records),
     )

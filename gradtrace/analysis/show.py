@@ -12,6 +12,7 @@ import numpy as np
 
 from gradtrace.errors import NoSuchRecordError
 from gradtrace.trace import points, schema
+from gradtrace.trace.digest import MEMBERS as DIGEST_MEMBERS
 from gradtrace.trace.dtypes import Float64
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Record
@@ -103,6 +104,7 @@ class View:
         shape: its full shape, when one parameter is shown.
         pieces: what is shown, in the order of the values.
         values: the first of them.
+        digest: for a record that holds no values, one entry for each of ``pieces``.
     """
 
     match: Match
@@ -114,6 +116,7 @@ class View:
     statistics: Statistics | None
     values: tuple[float, ...]
     facts: Mapping[str, Any]
+    digest: tuple[Mapping[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the members of ``record`` in ``show --json``."""
@@ -126,6 +129,7 @@ class View:
             "spans": [asdict(piece) for piece in self.pieces],
             "statistics": None if self.statistics is None else self.statistics.to_dict(),
             "values": [schema.encode_float(value) for value in self.values],
+            "digest": [dict(entry) for entry in self.digest],
             "facts": dict(self.facts),
         }
 
@@ -311,6 +315,20 @@ def _view(trace: Trace, record: Record, match: Match, param: int | None, count: 
         statistics=None if values is None else statistics(values),
         values=() if values is None else tuple(float(value) for value in values[:count]),
         facts=record.facts,
+        digest=_digest(trace, record, pieces),
+    )
+
+
+def _digest(trace: Trace, record: Record, pieces: Sequence[Piece]) -> tuple[Mapping[str, Any], ...]:
+    """Return the entries of a digest for some of its stretches."""
+    members = record.facts.get("digest")
+    if record.layout is None or members is None:
+        return ()
+    places = {span.flat_offset: at for at, span in enumerate(trace.layout(record)) if span.numel}
+    return tuple(
+        {name: members[name][places[piece.flat_offset]] for name in DIGEST_MEMBERS}
+        for piece in pieces
+        if piece.numel
     )
 
 

@@ -103,6 +103,12 @@ def _why(
         math.fsum(entry.apart for entry in samples), math.fsum(entry.mine for entry in samples)
     )
     size = f"{point} differs by {apart:.3g} of its norm over {len(samples)} parameters"
+    apart_too = losses is not None and not _same_loss(losses, step.dtype)
+    if losses is not None and apart_too:
+        size += f", and so do the losses: {losses[0]:.8g} against {losses[1]:.8g}"
+    known = None if factor is not None else _known(step, micro_step, rank)
+    if known is not None:
+        return known[0], f"{size}. {known[1]}"
     if any(entry.non_finite for entry in samples):
         return "non_finite", f"{size}; NaN or infinity stands on one side only."
     if factor is not None:
@@ -113,13 +119,42 @@ def _why(
             else f"the gradients that arrive at the loss (seeds) differ by {seeds:.6g}"
         )
         return "scaled", f"{point} differs by one factor for all parameters: {why}."
-    if losses is not None and not _same_loss(losses, step.dtype):
-        return "inputs_differ", (
-            f"{size}, and so do the losses: {losses[0]:.8g} against {losses[1]:.8g}. "
-            "The batches, or the weights that the runs began with, are not the same."
-        )
+    if apart_too:
+        cause, why = _suspected(step, micro_step, rank)
+        return cause, f"{size}. {why}"
     told = "" if losses is None else f" The losses agree: {losses[0]:.8g} against {losses[1]:.8g}."
     return "unknown", f"{size}, and nothing recorded before it differs.{told}"
+
+
+def _known(step: Step, micro_step: int | None, rank: int | None) -> tuple[str, str] | None:
+    """Return the cause that hashes prove: other batches or other weights than the other run's."""
+    relation, told = step.origins.batch(micro_step, rank)
+    other = step.origins.weights == "differ"
+    weights = f"the weights differ at the start of the step: {step.origins.weight_note}"
+    if relation == "differ":
+        also = f" And {weights}." if other else ""
+        return "inputs_differ", f"The batches differ: {told}.{also}"
+    return ("weights_differ", f"{weights[0].upper()}{weights[1:]}.") if other else None
+
+
+def _suspected(step: Step, micro_step: int | None, rank: int | None) -> tuple[str, str]:
+    """Return what may have made losses differ, where hashes prove nothing to differ."""
+    same_batch = step.origins.batch(micro_step, rank)[0] == "equal"
+    same_weights = step.origins.weights == "equal"
+    if same_batch and same_weights:
+        return "unknown", (
+            "Batches and weights are the same bits: the forward pass itself differs (code, buffers, "
+            "random numbers, or what was not passed to it)."
+        )
+    if same_batch:
+        return "unknown", "The batches are the same bits; nothing says whether the weights are."
+    if same_weights:
+        return "inputs_differ", (
+            "The weights are the same bits: what the forward pass was given is not the same."
+        )
+    return "inputs_differ", (
+        "The batches, or the weights that the runs began with, are not the same."
+    )
 
 
 def _with_factors(
@@ -183,10 +218,9 @@ def judge_losses(walk: Walk, step: Step) -> dict[Place, tuple[str, str]]:
                 )
                 continue
             place = ("loss", micro_step, rank)
-            stories[place] = (
-                "inputs_differ",
-                f"The losses differ: {one:.8g} against {two:.8g}, and nothing recorded before does.",
-            )
+            told = f"The losses differ: {one:.8g} against {two:.8g}."
+            cause, why = _known(step, micro_step, rank) or _suspected(step, micro_step, rank)
+            stories[place] = (cause, f"{told} {why}")
             step.tally.counts["diverged"] += 1
             step.tally.outcomes.append(
                 Outcome(

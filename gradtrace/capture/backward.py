@@ -9,7 +9,7 @@ at 3177), so the factor across every forward-output hook is measured, not believ
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -57,8 +57,10 @@ class BackwardWatch:
     Args:
         model: the engine and its optimizer.
         clock: told of every backward pass, recorded or not.
+        on_forward: called before a forward pass that autograd records; returns facts of its batch.
         on_begin: called when one begins.
-        on_end: called with the facts of the `loss` record.
+        on_end: called with the facts of the `loss` record, and with those of the batches of the forward
+            passes whose outputs a gradient came to, in the order of these passes.
         on_failure: called when one raised; the exception goes on.
         recording: whether this step is recorded.
         guard: see `Guard`.
@@ -69,14 +71,16 @@ class BackwardWatch:
         model: Model,
         clock: StepClock,
         *,
+        on_forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[str, Any] | None],
         on_begin: Callable[[], None],
-        on_end: Callable[[Mapping[str, Any]], None],
+        on_end: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], None],
         on_failure: Callable[[BaseException], None],
         recording: Callable[[], bool],
         guard: Guard,
     ) -> None:
         self._model = model
         self._clock = clock
+        self._on_forward = on_forward
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_failure = on_failure
@@ -88,6 +92,9 @@ class BackwardWatch:
         self._factors: list[tuple[_Output, torch.Tensor, torch.dtype]] = []
         self._pending: dict[int, _Output] = {}
         self._outputs: dict[int, _Output] = {}
+        self._batch: Mapping[str, Any] | None = None  # of the forward pass that is running
+        self._forwards = 0
+        self._reached: dict[int, Mapping[str, Any]] = {}  # forward passes that a gradient came to
         self._scaled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._backward_signature = select.signature_of(model.engine.backward)
 
@@ -121,6 +128,7 @@ class BackwardWatch:
                 "gas": int(engine.gradient_accumulation_steps()),
                 "scale_wrt_gas": scale_wrt_gas,
                 "boundary": bool(engine.is_gradient_accumulation_boundary()),
+                "engine_micro_steps": int(engine.micro_steps),
             }
 
     def _finish(self) -> None:
@@ -128,7 +136,9 @@ class BackwardWatch:
         self._path = None
         if self._recording():
             with self._guard("loss"):
-                self._on_end(self._complete())
+                batches = [batch for _, batch in sorted(self._reached.items())]
+                self._on_end(self._complete(), batches)
+        self._reached = {}
         self._factors = []
         self._scaled = None
         self._forget_outputs()
@@ -197,6 +207,7 @@ class BackwardWatch:
         self._clock.end_backward()
         self._path = None
         self._factors = []
+        self._reached = {}
         if self._recording():
             with self._guard("loss"):
                 self._on_failure(error)
@@ -263,6 +274,8 @@ class BackwardWatch:
                 seen = _Output(weakref.ref(tensor), scalar, value)
                 self._pending[id(tensor)] = seen
                 add_hook(tensor, _before_hook(seen))
+                if self._batch is not None:
+                    add_hook(tensor, self._reached_hook(self._forwards, self._batch))
             _link(tensors, self._pending)
             self._forget_outputs()
             self._outputs.update(self._pending)
@@ -270,7 +283,14 @@ class BackwardWatch:
     def _around_forward(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        result = original(*args, **kwargs)
+        self._batch = None
+        if self._recording() and torch.is_grad_enabled():
+            self._forwards += 1
+            self._batch = self._on_forward(args, kwargs)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._batch = None
         if self._recording():
             with self._guard("loss"):
                 for tensor in _tensors(result):
@@ -279,6 +299,16 @@ class BackwardWatch:
                         add_hook(tensor, self._after_hook(seen))
         self._pending = {}
         return result
+
+    def _reached_hook(
+        self, number: int, batch: Mapping[str, Any]
+    ) -> Callable[[torch.Tensor], None]:
+        """Note that a forward pass is trained on: evaluation is not of the trace."""
+
+        def hook(_: torch.Tensor) -> None:
+            self._reached[number] = batch
+
+        return hook
 
     def _after_hook(self, seen: _Output) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:

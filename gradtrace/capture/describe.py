@@ -67,12 +67,24 @@ def examine(engine: Any) -> Subject:
             model=placed,
             adapter=adapter,
             probes=probes,
-            absent=adapter.absent(model),
+            absent={**_weightless(adapter, placed), **adapter.absent(model)},
             dp_ranks=dp_ranks,
             effective=resolve(effective),
         )
     except (AttributeError, KeyError) as error:
         select.missing(f"attribute that the adapter reads ({error})", "describing the run")
+
+
+def _weightless(adapter: Adapter, model: Model) -> dict[str, str]:
+    """Say which weights cannot be seen from this process."""
+    absent = {}
+    if adapter.weights(model) is None:
+        absent["weight"] = "parameters are not in this process's memory"
+    if adapter.masters is None:
+        absent["master_weight"] = "this optimizer keeps no separate fp32 weights"
+    elif adapter.masters(model) is None:
+        absent["master_weight"] = "the fp32 weights are not in this process's memory"
+    return absent
 
 
 def check_plan(subject: Subject, options: CaptureOptions) -> None:

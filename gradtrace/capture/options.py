@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
 from gradtrace.errors import BadOptionError
-from gradtrace.trace.points import POINT_NAMES
+from gradtrace.trace.points import DIGESTED, POINT_NAMES
 
 OnError = Literal["disarm", "raise"]
 _STEP: Final = re.compile(r"\s*(\d*)\s*(?:(:)\s*(\d*)\s*(?::\s*(\d*)\s*)?)?")
@@ -39,6 +39,7 @@ class CaptureOptions:
         steps: ranges of steps, any of which selects a step; ``None`` selects all.
         params: shell-style globs over parameter names, any of which selects a parameter.
         points: names of points to record.
+        digested: those of them of which only digests are kept.
         ranks: global ranks to record; ``None`` selects all.
         mode: ``full``: tensors are kept whole.
         max_bytes: tensor bytes a rank may record; past them, records become gaps.
@@ -49,6 +50,7 @@ class CaptureOptions:
     steps: tuple[StepRange, ...] | None
     params: tuple[str, ...]
     points: frozenset[str]
+    digested: frozenset[str]
     ranks: frozenset[int] | None
     mode: Literal["full"]
     max_bytes: int | None
@@ -69,6 +71,7 @@ class CaptureOptions:
             "steps": self.steps_text,
             "params": list(self.params),
             "points": [name for name in POINT_NAMES if name in self.points],
+            "digested": [name for name in POINT_NAMES if name in self.digested],
             "ranks": None if self.ranks is None else sorted(self.ranks),
             "mode": self.mode,
             "max_bytes": self.max_bytes,
@@ -91,7 +94,8 @@ def parse_options(
     Args:
         steps: ``"0:20"``, ``"::10"``, ``"3"``, several joined by commas, or step numbers.
         params: globs, as a sequence or joined by commas; all parameters when ``None``.
-        points: names of points, as a sequence or joined by commas; all when ``None``.
+        points: names of points, as a sequence or joined by commas; all when ``None``, of weights
+            (``weight``, ``master_weight``) digests then: tensors are kept whole of what is named.
         ranks: global ranks, as numbers or joined by commas; all when ``None``.
         mode: ``full``.
         max_bytes: tensor bytes a rank may record, or ``None``.
@@ -128,6 +132,7 @@ def parse_options(
         steps=None if steps_text is None else _parse_steps(steps_text),
         params=tuple(globs),
         points=frozenset(names),
+        digested=DIGESTED if points is None else frozenset(),
         ranks=_parse_ranks(ranks),
         mode="full",
         max_bytes=max_bytes,

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from gradtrace.capture.clock import StepClock
+from gradtrace.capture.digest import Digest, summarize
 from gradtrace.capture.options import CaptureOptions
 from gradtrace.capture.queue import Job, WriterQueue
-from gradtrace.capture.snapshot import Sighting, Snapshot, resolve, take
+from gradtrace.capture.snapshot import Sighting, Snapshot, dtype_name, resolve, take
 from gradtrace.errors import CaptureError
-from gradtrace.trace.points import BY_NAME
+from gradtrace.trace.dtypes import DTYPES
+from gradtrace.trace.points import BY_NAME, DIGESTED, LATER
 from gradtrace.trace.writer import RankWriter
 
 
@@ -50,7 +52,7 @@ class Recorder:
         self._queue = queue
         self._records = 0
         self._gaps = 0
-        self._seen = 0  # sightings, whether or not the plan selects anything of them
+        self._seen = 0  # sightings of gradients, whether or not the plan selects anything of them
         self._occurrences: Counter[tuple[int | None, str, str]] = Counter()
         self._tensor_bytes = 0
         self._disarmed = False
@@ -68,10 +70,15 @@ class Recorder:
 
     def record(self, point: str, sighting: Sighting) -> None:
         """Copy what was seen and hand it to the writer thread."""
-        self._seen += 1
+        self._seen += point not in LATER or self._options.points <= LATER
         micro_step = self._clock.micro_step if BY_NAME[point].per_micro_step else None
         snapshot: Snapshot | None = None
-        if sighting.parts:
+        digest: Digest | None = None
+        if sighting.parts and self._digests(point, sighting):
+            digest = summarize(sighting, self._captured)
+            if digest is None:
+                return
+        elif sighting.parts:
             limit = self._options.max_bytes
             if limit is not None and self._tensor_bytes >= limit:
                 self.gap(point, sighting.unit, "over_budget", f"max_bytes = {limit}")
@@ -85,6 +92,9 @@ class Recorder:
         self._occurrences[key] += 1
         self._records += 1
         step, unit, facts = self._clock.step, sighting.unit, dict(sighting.facts)
+        if digest is not None:
+            facts["digest"] = digest.values
+        kept = snapshot or digest
 
         def job(writer: RankWriter) -> None:
             writer.add_record(
@@ -93,13 +103,19 @@ class Recorder:
                 point,
                 unit,
                 occurrence,
-                dtype=None if snapshot is None else snapshot.dtype,
-                layout=None if snapshot is None else snapshot.layout,
+                dtype=None if kept is None else kept.dtype,
+                layout=None if kept is None else kept.layout,
                 data=None if snapshot is None else snapshot.raw(),
                 facts=resolve(facts),
             )
 
         self._put(job, 0 if snapshot is None else snapshot.size_bytes)
+
+    def _digests(self, point: str, sighting: Sighting) -> bool:
+        """Say whether a digest is kept: as planned, or of a dtype that the format has no values of."""
+        return point in self._options.digested or (
+            point in DIGESTED and dtype_name(sighting.parts[0][0].dtype) not in DTYPES
+        )
 
     def gap(self, point: str | None, unit: str | None, reason: str, detail: str) -> None:
         """State that something planned is not recorded, and warn once."""

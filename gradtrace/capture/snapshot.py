@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,38 @@ class Snapshot:
         return memoryview(array)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Hold a few numbers that a device may not have computed yet, for the writer thread to wait for.
+
+    Attributes:
+        tensors: small, owned by gradtrace.
+        event: recorded after them on the stream that computes them; ``None`` on the CPU.
+        write: turns them, once on the host, into facts.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    event: Any
+    write: Callable[[Sequence[torch.Tensor]], Any]
+
+    def read(self) -> Any:
+        """Wait for the values and return the facts."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.write([tensor.cpu() for tensor in self.tensors])
+
+
+def pending(
+    tensors: tuple[torch.Tensor, ...], write: Callable[[Sequence[torch.Tensor]], Any]
+) -> Pending:
+    """Return numbers to be read later, marking the current stream if they are on a device."""
+    event = None
+    if tensors[0].device.type != "cpu":
+        event = torch.Event(tensors[0].device)
+        event.record()
+    return Pending(tensors, event, write)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
@@ -126,6 +158,8 @@ def _stretches(flat: torch.Tensor, pieces: Iterable[Piece]) -> list[torch.Tensor
 
 def resolve(value: Any) -> Any:
     """Turn facts into JSON: 0-d tensors to numbers, dtypes to names, non-finite to strings."""
+    if isinstance(value, Pending):
+        return resolve(value.read())
     if isinstance(value, torch.Tensor):
         return encode_float(float(value))
     if isinstance(value, torch.dtype):

@@ -15,8 +15,9 @@ import torch
 
 from gradtrace.capture import agreement, describe
 from gradtrace.capture.adapters import select
-from gradtrace.capture.adapters.declare import Call
+from gradtrace.capture.adapters.declare import Call, Model
 from gradtrace.capture.backward import BackwardWatch
+from gradtrace.capture.batch import describe_batch
 from gradtrace.capture.clock import StepClock
 from gradtrace.capture.describe import Subject
 from gradtrace.capture.options import CaptureOptions, parse_options
@@ -102,6 +103,7 @@ class Tracer:
         self._closed = False
         self._partial = subject.adapter.window_open(subject.model)
         self._carried: dict[int, bool] = {}
+        self._weighed: int | None = None  # the step whose weights are recorded
         self._accumulates = "local_accum" in options.points and "local_accum" not in subject.absent
         run_id = agreement.agree_on_run(
             self.path, lambda run: describe.manifest(run, subject, options)
@@ -171,7 +173,8 @@ class Tracer:
         watch = BackwardWatch(
             model,
             self._clock,
-            on_begin=self._carried.clear,
+            on_forward=self._begin_forward,
+            on_begin=self._begin_backward,
             on_end=self._end_backward,
             on_failure=self._fail_backward,
             recording=lambda: self._recorder.recording,
@@ -241,7 +244,43 @@ class Tracer:
 
     # --- the clock's events --------------------------------------------------------------------
 
-    def _end_backward(self, facts: Mapping[str, Any]) -> None:
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """See what a forward pass that may be trained on begins with; return its batch's facts."""
+        self._see_weights()
+        if "input" in self._options.points:
+            with self._recorder.guard("input"):
+                return describe_batch(args, kwargs)
+        return None
+
+    def _begin_backward(self) -> None:
+        self._carried.clear()
+        self._see_weights()  # of a model that is not called through the engine
+
+    def _see_weights(self) -> None:
+        recorder, step = self._recorder, self._clock.step
+        if not recorder.recording or self._weighed == step:
+            return
+        self._weighed = step
+        self._see_all("weight", self._subject.adapter.weights)
+
+    def _see_masters(self) -> None:
+        if self._recorder.recording and self._subject.adapter.masters is not None:
+            self._see_all("master_weight", self._subject.adapter.masters)
+
+    def _see_all(self, point: str, sights: Callable[[Model], Sequence[Sighting] | None]) -> None:
+        if point not in self._options.points or point in self._subject.absent:
+            return
+        with self._recorder.guard(point):
+            seen = sights(self._model)
+            if seen is None:
+                raise RuntimeError(f"{point} is not in this process's memory any more")
+            for sighting in seen:
+                self._recorder.record(point, sighting)
+
+    def _end_backward(self, facts: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> None:
+        with self._recorder.guard("input"):
+            for batch in batches:
+                self._recorder.record("input", Sighting("batch", (), batch))
         if "loss" in self._options.points:
             with self._recorder.guard("loss"):
                 self._recorder.record("loss", Sighting("loss", (), facts))
@@ -259,8 +298,11 @@ class Tracer:
         if recorder.step_open:
             with recorder.guard(None):
                 scale = select.loss_scale(self._model)
+            self._see_weights()
+            self._see_masters()
         result = original(*args, **kwargs)
         if recorder.step_open:
+            self._see_masters()
             with recorder.guard(None):
                 facts = select.step_facts(self._model, scale)
                 recorder.end_step(facts, partial=self._partial)

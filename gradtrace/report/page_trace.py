@@ -24,6 +24,7 @@ from gradtrace.report.page import (
     sections,
 )
 from gradtrace.report.page_audit import notes
+from gradtrace.report.page_digest import TABLED, batch_table, digest_table
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.schema import decode_float
 
@@ -92,6 +93,8 @@ def _plan(plan: Mapping[str, Any]) -> str:
     chosen = {name: value for name, value in plan.items() if value is not None}
     if chosen.get("points") == list(POINT_NAMES):
         chosen["points"] = "all"
+    if not chosen.get("digested"):
+        chosen.pop("digested", None)
     return ", ".join(f"{name} {_short(value)}" for name, value in chosen.items())
 
 
@@ -137,7 +140,10 @@ def _points(info: TraceInfo) -> Table:
         tuple(
             (
                 Cell(point.point),
-                Cell(point.status, "plain" if point.status == "recorded" else "dim"),
+                Cell(
+                    "recorded (digests)" if point.digests else point.status,
+                    "plain" if point.status == "recorded" else "dim",
+                ),
                 Cell(str(point.records)),
                 Cell(words.size(point.bytes)),
                 Cell(str(point.gaps), "warn" if point.gaps else "dim"),
@@ -275,11 +281,20 @@ def _record_page(path: str, view: View) -> Page:
         tone="plain",
         lead=words.about(match.point),
         sections=sections(
-            section("Values", _statistics(view.statistics), _values(view)),
-            section("Where it came from", _origin(view), _pieces(view.pieces)),
-            section("Facts", facts(*((k, _short(v, 200)) for k, v in view.facts.items()))),
+            section("Values", _statistics(view.statistics), _values(view), digest_table(view)),
+            section("Batch", batch_table(view.facts)),
+            section(
+                "Where it came from", _origin(view), None if view.digest else _pieces(view.pieces)
+            ),
+            section(
+                "Facts", facts(*(_fact(k, v) for k, v in view.facts.items() if k not in TABLED))
+            ),
         ),
     )
+
+
+def _fact(name: str, value: Any) -> tuple[str, str]:
+    return name, _short(value, 200)
 
 
 def _statistics(stats: Statistics | None) -> Facts | None:

@@ -159,6 +159,7 @@ KINDS: Final[Mapping[str, Callable[[Hop, float], Float64]]] = {
 SPECIAL_KINDS: Final[tuple[str, ...]] = (
     "order_mismatch",  # replicate: the rank lists equal-sized bucket parameters in another order
     "boundary_mismatch",  # replicate: the rank's boundary flag is the opposite
+    "weights_differ",  # replicate: the rank's model weights are ``amount`` more
     "padding",  # master: elements of no parameter hold ``amount``
     "wrong_seed",  # seed: the gradient at the loss, and all that follows, is ``amount`` times it
     "not_unscaled",  # unscale_clip: clipped_grad still holds the loss scale

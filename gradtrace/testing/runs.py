@@ -72,6 +72,7 @@ class Run:
             micro-step to add to, as plain DDP does, instead of clearing it.
         bucket_numel: a bucket is reduced before it would exceed this.
         seed: of weights, batches and gradients.
+        weight_seed: of the weights alone; ``None`` for ``seed``.
         samples: size of the global batch; a multiple of world_size x micro_steps to compare runs.
         drift: how much gradients depend on the weights; 0 keeps local gradients equal for ever.
         noise: relative noise on local gradients, as another kernel would give.
@@ -106,6 +107,7 @@ class Run:
     write_back: bool = False
     bucket_numel: int = 40
     seed: int = 0
+    weight_seed: int | None = None
     samples: int = 24
     drift: float = 0.0
     noise: float = 0.0
@@ -282,7 +284,7 @@ class Recorder:
         layout: Layout = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record a tensor (already rounded to its dtype) or facts."""
+        """Record a tensor (already rounded to its dtype), a digest of a layout, or facts."""
         if _statuses(self.run)[point] != "recorded":
             return
         place = (micro_step, point, unit)
@@ -296,8 +298,8 @@ class Recorder:
         self._records += 1
         data = None if values is None else from_float64(values, DTYPES[dtype])
         self._writer.add_record(
-            step, micro_step, point, unit, occurrence, dtype=dtype, layout=layout, data=data,
-            facts=facts,
+            step, micro_step, point, unit, occurrence, dtype=dtype, data=data, facts=facts,
+            layout=None if data is None and not layout else layout,
         )  # fmt: skip
 
     def whole(self, name: str) -> Layout:

@@ -36,6 +36,7 @@ from gradtrace.testing.runs import (
     run_id_of,
     shards_of,
 )
+from gradtrace.testing.weights import record_batch, record_masters, record_weights
 from gradtrace.trace.dtypes import DTYPES, Float64
 from gradtrace.trace.records import Manifest, Parameter
 from gradtrace.trace.schema import encode_float
@@ -113,7 +114,7 @@ class _Simulation:
         self.step = 0
         self.memory: dict[tuple[str, int, str], Float64] = {}  # a hop's output one event earlier
         self.last_step: dict[tuple[str, int, str], Float64] = {}  # and when the last step ended
-        rng = np.random.default_rng([run.seed, 1])
+        rng = np.random.default_rng([run.seed if run.weight_seed is None else run.weight_seed, 1])
         self.weights = {
             name: rounded(rng.normal(size=run.numel(name)), "float32") for name, _ in run.parameters
         }
@@ -121,6 +122,9 @@ class _Simulation:
     def play(self) -> None:
         for step in range(self.run.steps):
             self.step = step
+            for number, rank in enumerate(self.ranks):
+                fault = self._special("weights_differ", "replicate", None, number)
+                record_weights(rank.recorder, self.run, self.shards, step, self.weights, fault)
             for micro_step in range(self.run.micro_steps):
                 self._backward(micro_step)
                 if self.run.stage == 1:
@@ -217,6 +221,8 @@ class _Simulation:
                     parts = [rounded(mean * scale * share, run.model_dtype) for share in (0.3, 0.7)]
                 rank.local[name] = rounded(sum(parts[1:], start=parts[0]), run.model_dtype)
                 grads.extend((name, part) for part in parts)
+            rows = {name: batch[name][first : first + each] for name, _ in run.parameters}
+            record_batch(rank.recorder, self.step, micro_step, rows)
             loss = 2.0 + sum(float(rows[first : first + each].mean()) for rows in batch.values())
             if run.drift:
                 loss += run.drift * sum(float(values.sum()) for values in self.weights.values())
@@ -479,7 +485,9 @@ class _Simulation:
         norm = float(np.float32(np.sqrt(squares))) / run.loss_scale
         over = (norm + 1e-6) / run.clip if run.clip > 0 else 0.0
         scale = run.loss_scale * max(1.0, over)
+        self._record_masters()
         self._clip(masters, scale)
+        self._record_masters()
         facts = {
             "loss_scale": run.loss_scale,
             "overflow": not np.isfinite(squares),
@@ -498,6 +506,10 @@ class _Simulation:
                 held = self.memory.get(("accumulate_local", number, name), values)
                 self.last_step["accumulate_local", number, name] = held
             rank.accumulated, rank.local_accum, rank.arrived = {}, {}, {}
+
+    def _record_masters(self) -> None:
+        for rank in self.ranks:
+            record_masters(rank.recorder, self.run, self.shards, self.step, self.weights)
 
     def _clip(self, masters: list[Tensors], scale: float) -> None:
         for number, rank in enumerate(self.ranks):

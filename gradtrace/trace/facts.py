@@ -5,10 +5,12 @@ Members that this table does not know may be anything that JSON can hold: later 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from gradtrace.trace.schema import decode_float
+from gradtrace.trace.spans import Layout
 
 Fits = Callable[[Any], bool]
 _MOST: Final = 10**6  # ranks, outputs, groups
@@ -40,6 +42,10 @@ def _several(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**31
 
 
+def _hash(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
+
+
 def _list_of(fits: Fits) -> Fits:
     def check(value: Any) -> bool:
         return isinstance(value, list) and len(value) <= _MOST and all(map(fits, value))
@@ -57,7 +63,49 @@ def _ranks(value: Any) -> bool:
     )
 
 
+def _table(**members: Fits) -> Fits:
+    """Return a check that a value is an object that has all of these members."""
+
+    def check(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            name in value and fits(value[name]) for name, fits in members.items()
+        )
+
+    return check
+
+
+def _shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 64 and all(map(_known_count, value))
+
+
+def _known_count(value: Any) -> bool:
+    return value is not None and _count(value)
+
+
+def _maybe_hash(value: Any) -> bool:
+    return value is None or _hash(value)
+
+
+def _name(value: Any) -> bool:
+    return value is not None and _text(value)
+
+
+_TENSOR: Final = _table(name=_name, dtype=_name, shape=_shape, hash=_maybe_hash)
+_OTHER: Final = _table(name=_name, type=_name, hash=_maybe_hash)
+_DIGEST: Final[Mapping[str, Fits]] = {
+    "l2": _number,
+    "max_abs": _number,
+    "zeros": _known_count,
+    "nans": _known_count,
+    "infs": _known_count,
+    "hash": _hash,
+}
 _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
+    "input": {
+        "tensors": _list_of(_TENSOR),
+        "others": _list_of(_OTHER),
+        "truncated": lambda v: isinstance(v, bool),
+    },
     "loss": {
         "loss": _number,
         "loss_grad": _number,
@@ -67,6 +115,7 @@ _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
         "scale_wrt_gas": _flag,
         "boundary": _flag,
         "optimizer_boundary": _flag,
+        "engine_micro_steps": _count,
         "path": _text,
         "output_factors": _list_of(_number),
         "output_dtypes": _list_of(_text),
@@ -84,6 +133,9 @@ _STEP: Final[Mapping[str, Fits]] = {
     "lr": _list_of(_number),
     "engine_micro_steps": _count,
     "engine_global_steps": _count,
+    "engine_skipped_steps": _count,
+    "engine_global_samples": _count,
+    "boundary": _flag,
 }
 _EFFECTIVE: Final[Mapping[str, Fits]] = {
     **dict.fromkeys(
@@ -94,12 +146,38 @@ _EFFECTIVE: Final[Mapping[str, Fits]] = {
             "model_dtype",
             "grad_accum_dtype",
             "communication_dtype",
+            "autocast_dtype",
+            "master_dtype",
+            "offload_optimizer_device",
+            "offload_param_device",
         ),
         _text,
     ),
-    **dict.fromkeys(("zero_stage", "reduce_bucket_size", "dp_world_size"), _count),
+    **dict.fromkeys(
+        (
+            "zero_stage",
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "dp_world_size",
+            "train_batch_size",
+            "micro_batch_size",
+        ),
+        _count,
+    ),
     **dict.fromkeys(("gradient_accumulation_steps", "sequence_parallel_size"), _several),
-    **dict.fromkeys(("gradient_predivide_factor", "gradient_clipping"), _number),
+    **dict.fromkeys(
+        (
+            "gradient_predivide_factor",
+            "gradient_clipping",
+            "sub_group_size",
+            "loss_scale_factor",
+            "loss_scale_window",
+            "min_loss_scale",
+            "loss_scale_hysteresis",
+        ),
+        _number,
+    ),
+    "partition_count": _list_of(_known_count),
     **dict.fromkeys(
         (
             "managed_gradient_accumulation",
@@ -111,6 +189,10 @@ _EFFECTIVE: Final[Mapping[str, Fits]] = {
             "round_robin_gradients",
             "offload_optimizer",
             "replicated",
+            "dynamic_loss_scale",
+            "consecutive_hysteresis",
+            "use_multi_rank_bucket_allreduce",
+            "ignore_unused_parameters",
         ),
         _flag,
     ),
@@ -130,6 +212,27 @@ def fault_of_step(facts: Mapping[str, Any]) -> str | None:
 def fault_of_settings(effective: Mapping[str, Any]) -> str | None:
     """Say which known effective setting is not what it must be, or ``None``."""
     return _fault(_EFFECTIVE, effective)
+
+
+def fault_of_digest(digest: Any, layout: Layout) -> str | None:
+    """Say which member of a digest is not what it must be, or ``None``.
+
+    Args:
+        digest: one list a member, with one entry for each span of the layout.
+        layout: what the digest is of.
+    """
+    if not isinstance(digest, dict):
+        return "a layout without a tensor or a digest"
+    for name, fits in _DIGEST.items():
+        values = digest.get(name)
+        if not isinstance(values, list) or not all(map(fits, values)):
+            return f"digest.{name} = {str(values)[:60]!r}"
+        if len(values) != len(layout):
+            return f"digest.{name} of {len(values)} stretches for a layout of {len(layout)}"
+    for at, span in enumerate(layout):
+        if sum(digest[name][at] for name in ("zeros", "nans", "infs")) > span.numel:
+            return f"a digest that counts more than its {span.numel} elements"
+    return None
 
 
 def _fault(table: Mapping[str, Fits], facts: Mapping[str, Any]) -> str | None:

@@ -253,7 +253,7 @@ class _Index:
         self._steps: dict[int, StepEnd] = {}
         self._shards: dict[str, Shard] = {}
         self._open_step: int | None = None
-        self._admitted: set[int] = set()
+        self._admitted: set[tuple[int, bool]] = set()
         self._identities: set[tuple[int | None, str, str, int]] = set()  # of the open step
 
     def add_layout(self, fields: validate.Fields) -> None:
@@ -333,15 +333,16 @@ class _Index:
         if group is not None and max(group) >= self._manifest.world_size:
             found = f"a collective of ranks {str(group)[:60]}"
             validate.damaged(found, where, f"ranks below {self._manifest.world_size}")
-        if record.layout is None or record.layout in self._admitted:
+        frozen = record.point == "weight"  # frozen parameters have no gradient, but weights
+        if record.layout is None or (record.layout, frozen) in self._admitted:
             return
         for span in self.layouts[record.layout]:
             if span.param != PADDING:
                 parameter = self._manifest.parameters[span.param]
-                if not parameter.captured or not parameter.trainable:
+                if not parameter.captured or not (parameter.trainable or frozen):
                     found = f"a record of {parameter.name[:60]!r}"
                     validate.damaged(found, where, "captured, trainable parameters")
-        self._admitted.add(record.layout)
+        self._admitted.add((record.layout, frozen))
 
     def _check_step(self, step: int, where: str) -> None:
         if step in self._steps or (self._open_step is not None and step != self._open_step):

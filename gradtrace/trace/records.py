@@ -113,7 +113,8 @@ class Record:
         key: name of the tensor in its shard, or ``None`` for a record of facts only.
         shard: file name inside the rank's directory, or ``None``.
         dtype: ``float32``, ``bfloat16``, ... of the recorded values, or ``None``.
-        layout: id of the layout that the flat tensor follows, or ``None``.
+        layout: id of the layout that the flat tensor follows, or ``None``. A record without a key
+            that has one is a digest: ``facts["digest"]`` says something of each span.
         facts: what else was observed (see docs/format.md).
     """
 

@@ -175,7 +175,9 @@ def header(body: Mapping[str, Any], where: str) -> Header:
         DamagedTraceError: a member is missing or wrong.
     """
     fields = Fields(dict(body), where)
-    statuses = fields.table("points")
+    # Traces that are older than a point do not have it.
+    older = dict.fromkeys(points.LATER, "absent: not in this trace")
+    statuses = {**older, **fields.table("points")}
     if set(statuses) != set(points.POINT_NAMES) or not all(map(_is_text, statuses.values())):
         damaged("another set of points", where, f"a status for each of {points.POINT_NAMES}")
     partitions = fields.table("partitions")
@@ -262,10 +264,18 @@ def record(
             damaged(f"layout {number}", fields.where, "a layout written before the record")
         if shard_file not in shards:
             damaged(f"shard {shard_file[:60]!r}", fields.where, "a shard written before the record")
+    elif fields.body.get("layout") is not None:  # a digest: which elements, but not their values
+        dtype, number = fields.text("dtype"), fields.count("layout")
+        if number not in layouts:
+            damaged(f"layout {number}", fields.where, "a layout written before the record")
     facts = fields.body.get("facts", {})
     if not isinstance(facts, dict):
         damaged("facts that are no object", fields.where, "an object")
     fault = fact_checks.fault_of_record(fields.point(), facts)
+    if fault is None and number is not None and (key is None or "digest" in facts):
+        fault = fact_checks.fault_of_digest(facts.get("digest"), layouts[number])
+    elif fault is None and "digest" in facts:
+        fault = "a digest without a layout"
     if fault is not None:
         damaged(fault, fields.where, "what docs/format.md says of it")
     return Record(

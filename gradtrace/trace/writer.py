@@ -193,6 +193,7 @@ class RankWriter:
         Args:
             data: little-endian bytes of the flat tensor, ``layout_numel(layout)`` elements of
                 ``dtype``; ``None`` for a record of facts only. Not copied: must not change.
+            dtype, layout: of the tensor; without one, of what ``facts["digest"]`` is of.
         """
         line: dict[str, Any] = {
             "kind": "record",
@@ -204,6 +205,8 @@ class RankWriter:
         }
         if facts:
             line["facts"] = dict(facts)
+        if data is None and layout is not None:
+            line.update(dtype=dtype, layout=self.add_layout(layout))
         if data is not None:
             assert dtype is not None and layout is not None
             view = memoryview(data).cast("B")

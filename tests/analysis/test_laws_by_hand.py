@@ -373,3 +373,32 @@ def test_a_pass_rests_on_a_hop_of_the_gradient(tmp_path):
     assert audit(
         write_run(tmp_path / "ends", Run(points=("local_grad", "master_grad")))
     ).verdict == ("pass")
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"lr": [0.1, 0.2]}, "learning rates"),
+        ({"loss_scale": 512.0}, "loss scale"),
+        ({"clip": 0.5}, "clip value"),
+    ],
+)
+def test_ranks_that_disagree_on_a_scalar_are_found(tmp_path, changed, words):
+    facts = {"lr": [0.1], "loss_scale": 1.0, "clip": 1.0}
+    for rank in range(3):
+        hand = Hand(tmp_path, rank=rank, world=3, points=("loss",))
+        hand.add(0, "loss", facts=LOSS).close(**{**facts, **(changed if rank == 1 else {})})
+    result = audit(tmp_path)
+    (found,) = [finding for finding in result.findings if finding.law == "replicate"]
+    assert (found.rank, found.micro_step) == (1, None)
+    assert words in found.detail
+
+
+def test_ranks_that_scale_one_micro_step_otherwise_are_found(tmp_path):
+    for rank in range(2):
+        hand = Hand(tmp_path, rank=rank, world=2, points=("loss",))
+        scale = 2.0 if rank else 1.0
+        seed = {"loss_scale": scale, "seed": scale / 2, "loss_grad": scale / 2}
+        hand.add(0, "loss", facts={**LOSS, **seed}).close()
+    result = audit(tmp_path)
+    assert any("loss scale: 1.0 on rank 0, 2.0 on rank 1" in f.detail for f in result.findings)

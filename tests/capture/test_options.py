@@ -85,6 +85,7 @@ def test_the_plan_says_what_was_asked_for() -> None:
         "steps": "0:2",
         "params": ["*"],
         "points": ["loss", "bucket"],
+        "digested": [],
         "ranks": [0, 1],
         "mode": "full",
         "max_bytes": 9,

@@ -98,6 +98,7 @@ def test_every_probe_fires_exactly_as_often_as_it_should(stage: int, tmp_path: P
     for step in (0, 1):
         found = Counter(r.point for r in trace.ranks[0].records if r.step == step)
         wanted = {**COUNTS[stage], "master_grad": 1, "clipped_grad": 1}
+        wanted.update(input=4, weight=5, master_weight=2)
         if stage < 3:  # one for each owned parameter and reduction
             owned = {s.param for s in trace.ranks[0].layouts[0] if s.param >= 0}
             wanted["partition"] = len(owned) * wanted["bucket"]

@@ -25,9 +25,15 @@ from tracefiles import (
 from gradtrace.errors import DamagedTraceError, GradtraceError
 from gradtrace.testing.synthetic import Run, write_run
 from gradtrace.trace import schema
+from gradtrace.trace.points import LATER, POINT_NAMES
 from gradtrace.trace.reader import open_trace
 
-RUN = Run(world_size=1, micro_steps=1, parameters=(("a", (3,)), ("b", (2,))))
+RUN = Run(
+    world_size=1,
+    micro_steps=1,
+    parameters=(("a", (3,)), ("b", (2,))),
+    points=tuple(name for name in POINT_NAMES if name not in LATER),
+)
 INDEX = "rank-00000/index-000000.jsonl"
 HEADER = "rank-00000/header.json"
 MANIFEST = schema.MANIFEST

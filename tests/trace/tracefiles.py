@@ -20,6 +20,7 @@ SMALL = Run(
     steps=2,
     micro_steps=1,
     parameters=(("a", (3,)), ("b", (2, 1))),
+    points=tuple(name for name in points.POINT_NAMES if name not in points.LATER),
     shard_bytes=64,
 )
 
@@ -94,6 +95,15 @@ def write_segment(path: Path, bodies: list[dict[str, Any]]) -> None:
         line, crc = schema.seal_line(body, crc)
         lines.append(line)
     path.write_bytes(b"".join(lines))
+
+
+def change_line(
+    path: Path, chosen: Callable[[dict[str, Any]], bool], change: Callable[[dict[str, Any]], object]
+) -> None:
+    """Change the first line of a segment that is chosen, and chain the segment again."""
+    bodies = segment_bodies(path)
+    change(next(body for body in bodies if chosen(body)))
+    write_segment(path, bodies)
 
 
 def write_raw_segment(path: Path, texts: list[str]) -> None:

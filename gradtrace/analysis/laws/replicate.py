@@ -4,6 +4,7 @@ Backward passes in the step, boundary claims of each micro-step, the overflow fl
 collectives: their order, the parameters in them, their dtype and their members. Equal sizes make a
 mismatch silent in the run: the ranks add up different parameters. Where every rank holds everything
 (stage 0), also what the optimizers are given, bit by bit: no other step would bring the weights together.
+`replicate_values` compares weights, learning rates, loss scale and clip value.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _compare(scene: Scene, group: tuple[int, ...], point: str, param: int) -> bo
     like = {rank: values.tobytes() for rank, (_, values) in copies.items()}
     usual = Counter(like.values()).most_common(1)[0][0]
     model = next(rank for rank in copies if like[rank] == usual)
-    odd = _odd_one(like)
+    odd = odd_one(like)
     before = len(scene.ledger.found)
     for rank, (event, values) in copies.items():
         if rank == model:
@@ -111,7 +112,7 @@ def _affected(lists: Sequence[Sequence[_Collective]]) -> set[int]:
     return affected
 
 
-def _odd_one(values: Mapping[int, Hashable]) -> int | None:
+def odd_one(values: Mapping[int, Hashable]) -> int | None:
     """Return the only rank that differs from all others, which must be more than one."""
     tally = Counter(values.values())
     if len(tally) != 2:
@@ -122,23 +123,24 @@ def _odd_one(values: Mapping[int, Hashable]) -> int | None:
     return next(rank for rank, value in values.items() if value == rare)
 
 
-def _told(values: Mapping[int, object]) -> str:
+def told(values: Mapping[int, object]) -> str:
+    """Write a value for each rank."""
     return ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items())[:8])
 
 
 def _counts(scene: Scene) -> None:
     ends = {rank: scene.alignment.step_end(scene.step, rank) for rank in scene.ranks}
     counted = {rank: end.micro_steps for rank, end in ends.items()}
-    place = Place(LAW, scene.step, None, _odd_one(counted), None, "loss")
+    place = Place(LAW, scene.step, None, odd_one(counted), None, "loss")
     if len(set(counted.values())) > 1:
-        detail = f"The ranks ran different numbers of backward passes: {_told(counted)}."
+        detail = f"The ranks ran different numbers of backward passes: {told(counted)}."
         simple_finding(scene, place, "boundary_mismatch", detail)
     else:
         scene.ledger.passed(LAW)
     skipped = {rank: end.facts.get("overflow") for rank, end in ends.items()}
-    place = Place(LAW, scene.step, None, _odd_one(skipped), None, "master_grad")
+    place = Place(LAW, scene.step, None, odd_one(skipped), None, "master_grad")
     if len({str(value) for value in skipped.values()}) > 1:
-        detail = f"The ranks do not agree that the step overflowed: {_told(skipped)}."
+        detail = f"The ranks do not agree that the step overflowed: {told(skipped)}."
         simple_finding(scene, place, "unknown", detail)
     else:
         scene.ledger.passed(LAW)
@@ -165,8 +167,8 @@ def _flags(scene: Scene) -> None:
             if None in claims.values():
                 continue
             if len({str(claim) for claim in claims.values()}) > 1:
-                place = Place(LAW, scene.step, micro_step, _odd_one(claims), None, "loss")
-                detail = f"The ranks do not agree whether {what} here: {_told(claims)}."
+                place = Place(LAW, scene.step, micro_step, odd_one(claims), None, "loss")
+                detail = f"The ranks do not agree whether {what} here: {told(claims)}."
                 simple_finding(scene, place, "boundary_mismatch", detail)
             else:
                 scene.ledger.passed(LAW)
@@ -209,7 +211,7 @@ def _collectives(scene: Scene, micro_step: int) -> None:
             scene.ledger.passed(LAW)
             continue
         param, detail = _difference(scene, lists)
-        place = Place(LAW, scene.step, micro_step, _odd_one(lists), param, "bucket")
+        place = Place(LAW, scene.step, micro_step, odd_one(lists), param, "bucket")
         simple_finding(scene, place, "order_mismatch", detail)
 
 

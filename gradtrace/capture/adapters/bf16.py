@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, fill_padding
+from gradtrace.capture.adapters.declare import (
+    Adapter,
+    Call,
+    Model,
+    Probe,
+    Refusal,
+    fill_padding,
+    shards_of,
+)
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -201,4 +209,5 @@ BF16 = Adapter(
     window_open=lambda m: any(any(flags) for flags in m.optimizer.fp32_groups_has_gradients),
     dp_group=lambda m: m.optimizer.dp_process_group,
     effective=_effective,
+    masters=lambda m: shards_of(m, "group", m.optimizer.fp32_groups_flat_partition),
 )

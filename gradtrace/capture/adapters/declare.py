@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from gradtrace.capture.snapshot import Piece, Sighting
+from gradtrace.capture.snapshot import Piece, Sighting, whole
+from gradtrace.trace.spans import PADDING
 
 Owner = Literal["optimizer", "engine", "base_optimizer"]
 
@@ -112,6 +113,35 @@ class Refusal:
     reason: str
 
 
+def whole_weights(model: Model) -> Sequence[Sighting]:
+    """Return every parameter's weights, where each rank holds them whole."""
+    return [
+        Sighting(name, ((parameter.data, whole(index, parameter)),))
+        for index, (name, parameter) in enumerate(zip(model.names, model.parameters, strict=True))
+        if parameter.numel()
+    ]
+
+
+def shards_of(
+    model: Model, kind: str, tensors: Sequence[torch.Tensor]
+) -> Sequence[Sighting] | None:
+    """Return flat fp32 shards as sightings; ``None`` when one is not in memory (NVMe).
+
+    Args:
+        kind: ``group`` or ``sub_group``: what units are called in ``model.shards``.
+        tensors: one a unit, laid out as the unit's shard.
+    """
+    found = []
+    for number, tensor in enumerate(tensors):
+        unit = f"{kind}{number}"
+        pieces = model.shards[unit]
+        if tensor.numel() < sum(piece.numel for piece in pieces):
+            return None
+        if any(piece.param != PADDING for piece in pieces):
+            found.append(Sighting(unit, ((tensor.data, pieces),)))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """Declare one family of ZeRO optimizers.
@@ -132,6 +162,10 @@ class Adapter:
         window_open: whether an accumulation window has begun.
         dp_group: the data-parallel process group.
         effective: settings as the optimizer holds them.
+        weights: the model weights, a sighting for each parameter; ``None`` when they are not in this
+            process's memory now.
+        masters: the fp32 weights that the optimizer updates, one sighting for each shard, or ``None``
+            likewise. An adapter without it has no ``master_weight``.
     """
 
     name: str
@@ -147,6 +181,8 @@ class Adapter:
     dp_group: Callable[[Model], Any]
     effective: Callable[[Model], Mapping[str, Any]]
     any_subclass: bool = False
+    weights: Callable[[Model], Sequence[Sighting] | None] = whole_weights
+    masters: Callable[[Model], Sequence[Sighting] | None] | None = None
 
 
 def fill_padding(pieces: Iterable[Piece], numel: int, padding: int) -> tuple[Piece, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradtrace.capture.adapters import replicated
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal
+from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, shards_of
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 
 
@@ -44,6 +44,23 @@ def _each(model: Model, call: Call) -> Iterable[Sighting]:
         )
         if parts:
             yield Sighting(f"group{number}", parts, facts)
+
+
+def _each_master(model: Model) -> list[Sighting]:
+    optimizer = model.optimizer
+    return [
+        Sighting(
+            f"group{number}",
+            tuple(
+                (master.data, whole(model.of(param), master))
+                for master, param in zip(masters, params, strict=True)
+            ),
+        )
+        for number, (masters, params) in enumerate(
+            zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+        )
+        if masters
+    ]
 
 
 def _effective(model: Model) -> dict[str, Any]:
@@ -92,6 +109,7 @@ FP16 = Adapter(
     window_open=replicated.window_open,
     dp_group=lambda m: m.engine.data_parallel_group,
     effective=_effective,
+    masters=lambda m: shards_of(m, "group", m.optimizer.fp32_groups_flat),
 )
 
 FP16_UNFUSED = Adapter(
@@ -132,4 +150,5 @@ FP16_UNFUSED = Adapter(
     window_open=replicated.window_open,
     dp_group=lambda m: m.engine.data_parallel_group,
     effective=_effective,
+    masters=_each_master,
 )

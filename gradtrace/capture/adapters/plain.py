@@ -66,6 +66,13 @@ def _given(model: Model, _: Call) -> Iterable[Sighting]:
     return _gradients(model)
 
 
+def _masters(model: Model) -> list[Sighting]:
+    return [
+        Sighting(unit, tuple((param.data, whole(model.of(param), param)) for param in params))
+        for unit, params in _units(model)
+    ]
+
+
 def _effective(model: Model) -> Mapping[str, Any]:
     return replicated.effective(model)
 
@@ -114,4 +121,5 @@ PLAIN = Adapter(
     window_open=replicated.window_open,
     dp_group=lambda m: m.engine.data_parallel_group,
     effective=_effective,
+    masters=_masters,
 )

@@ -15,6 +15,7 @@ from gradtrace.capture.adapters.bf16 import BF16
 from gradtrace.capture.adapters.declare import Adapter, Model, Probe, Refusal
 from gradtrace.capture.adapters.fp16 import FP16, FP16_UNFUSED
 from gradtrace.capture.adapters.plain import PLAIN
+from gradtrace.capture.adapters.settings import settings
 from gradtrace.capture.adapters.zero3 import ZERO3
 from gradtrace.capture.adapters.zero12 import ZERO12
 from gradtrace.errors import NotAnEngineError, ProbeError, UnsupportedEngineError
@@ -264,6 +265,7 @@ def engine_settings(model: Model) -> Mapping[str, Any]:
         "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
         "managed_gradient_accumulation": True if managed is None else bool(managed),
         "sequence_parallel_size": 1,
+        **settings(model),
     }
 
 
@@ -287,7 +289,10 @@ def loss_scale(model: Model) -> float:
 
 
 def step_facts(model: Model, scale: float) -> dict[str, Any]:
-    """Return the step's scalars; ``scale`` is the loss scale before the optimizer changed it."""
+    """Return the step's scalars; ``scale`` is the loss scale before the optimizer changed it.
+
+    They are read as the optimizer's step returns: the engine's counters do not count this step yet.
+    """
     optimizer, engine = model.optimizer, model.engine
     clip = getattr(optimizer, "clip_grad", None)
     return {
@@ -299,6 +304,9 @@ def step_facts(model: Model, scale: float) -> dict[str, Any]:
         "lr": [group.get("lr") for group in optimizer.param_groups],
         "engine_micro_steps": int(engine.micro_steps),
         "engine_global_steps": int(engine.global_steps),
+        "engine_skipped_steps": int(engine.skipped_steps),
+        "engine_global_samples": int(engine.global_samples),
+        "boundary": bool(engine.is_gradient_accumulation_boundary()),
     }
 
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, fill_padding
+from gradtrace.capture.adapters.declare import (
+    Adapter,
+    Call,
+    Model,
+    Probe,
+    Refusal,
+    fill_padding,
+    shards_of,
+)
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -366,4 +374,5 @@ ZERO12 = Adapter(
     window_open=_window_open,
     dp_group=lambda m: m.optimizer.dp_process_group,
     effective=_effective,
+    masters=lambda m: shards_of(m, "group", m.optimizer.single_partition_of_fp32_groups),
 )

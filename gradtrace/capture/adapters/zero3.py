@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, fill_padding
+from gradtrace.capture.adapters.declare import (
+    Adapter,
+    Call,
+    Model,
+    Probe,
+    Refusal,
+    fill_padding,
+    shards_of,
+)
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -104,6 +112,23 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
         unit = f"sub_group{number}"
         facts = {"total_norm": call.arguments["total_norm"]}
         yield Sighting(unit, ((gradient, model.shards[unit]),), facts)
+
+
+def _weights(model: Model) -> list[Sighting] | None:
+    """Return each parameter's own part, gathering nothing; ``None`` when one is on NVMe."""
+    found = []
+    for index, (name, param) in enumerate(zip(model.names, model.parameters, strict=True)):
+        part = getattr(param, "ds_tensor", None)
+        if part is None:  # not partitioned: every rank holds it whole
+            found.append(Sighting(name, ((param.data, whole(index, param)),)))
+            continue
+        start, numel = _own(model, param)
+        if numel <= 0:
+            continue
+        if part.numel() < numel:
+            return None
+        found.append(Sighting(name, ((part.data, (Piece(index, start, 0, numel),)),)))
+    return found
 
 
 def _effective(model: Model) -> Mapping[str, Any]:
@@ -239,4 +264,6 @@ ZERO3 = Adapter(
     ),
     dp_group=_group,
     effective=_effective,
+    weights=_weights,
+    masters=lambda m: shards_of(m, "sub_group", m.optimizer.fp32_partitioned_groups_flat),
 )

@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from gradtrace.testing.ranks import run_ranks
+from tests.real.models import MODELS
 
 Mode = Literal[
     "managed",
@@ -47,6 +48,7 @@ class Setup:
     groups: bool = False
     batch: int = 2
     client: Client = "config"
+    zero_init: bool = False  # the model is built under deepspeed.zero.Init
     overflow_in: tuple[
         int, ...
     ] = ()  # steps whose last micro-step meets an infinite input on rank 0
@@ -65,6 +67,8 @@ class Setup:
             changed["client"] = self.client
         if self.groups:
             changed["groups"] = True
+        if self.zero_init:
+            changed["zero_init"] = True
         if self.overflow_in:
             changed["overflow_in"] = self.overflow_in
         extra = "".join(f"-{k}={v}" for k, v in changed.items())
@@ -76,10 +80,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what one rank saw: everything that tracing must leave bitwise unchanged."""
+    """Hold what one rank saw: everything that tracing must leave bitwise unchanged.
 
-    losses: list[float]
-    norms: list[float]
+    Losses and norms are written out in full: the NaN of a step that overflows equals nothing.
+    """
+
+    losses: list[str]
+    norms: list[str]
     weights: list[bytes]
 
 
@@ -126,6 +133,8 @@ class Checkpointed(torch.nn.Module):
 
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
+    if name in MODELS:
+        return MODELS[name]()
     if name == "mlp":  # sizes that 2 does not divide: padding, and a parameter cut in two
         return torch.nn.Sequential(
             torch.nn.Linear(7, 33),
@@ -148,7 +157,6 @@ def initialize(setup: Setup) -> Any:
 
     if setup.fp16:
         allow_fp16()
-    model = build(setup.model)
     managed = setup.mode == "managed"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.batch,
@@ -158,12 +166,15 @@ def initialize(setup: Setup) -> Any:
         "steps_per_print": 10**9,
         **setup.config,
     }
-    if setup.bf16:
+    if setup.bf16 and "bf16" not in config:
         config["bf16"] = {"enabled": True}
     if setup.fp16 and "fp16" not in config:
         config["fp16"] = {"enabled": True, "loss_scale": 128.0}
     if setup.mode == "unmanaged":
         config["managed_gradient_accumulation"] = False
+    sharded = deepspeed.zero.Init(config_dict_or_path=config) if setup.zero_init else nullcontext()
+    with sharded:
+        model = build(setup.model)
     parameters: Any = [p for p in model.parameters() if p.requires_grad]
     if setup.groups:
         parameters = [
@@ -298,7 +309,7 @@ def train_rank(
         norms.append(float(engine.get_global_grad_norm() or 0.0))
     if tracer is not None:
         tracer.close()
-    return Outcome(losses, norms, weights(engine, setup))
+    return Outcome([*map(repr, losses)], [*map(repr, norms)], weights(engine, setup))
 
 
 def train(

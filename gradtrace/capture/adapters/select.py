@@ -98,8 +98,11 @@ COMMON_REFUSALS: Final = (
     ),
     Refusal(
         "torch_autocast",
-        lambda m: bool(_called(m.engine, "torch_autocast_enabled")),
-        "a bucket for each autocast dtype is not in this release",
+        lambda m: (
+            bool(_called(m.engine, "torch_autocast_enabled"))
+            and not hasattr(m.optimizer, "fp16_partitioned_groups_flat")
+        ),
+        "a bucket for each autocast dtype is traced at stage 3 only",
     ),
     Refusal(
         "sequence parallelism",
@@ -182,11 +185,11 @@ def select(model: Model) -> Adapter:
         overridden = [
             name for name in changed if getattr(kind, name, None) is not getattr(family, name, None)
         ]
-        if overridden and not adapter.any_subclass:
-            refuse(f"{kind.__name__}", f"it overrides {', '.join(overridden)}")
         for refusal in (*COMMON_REFUSALS, *adapter.refusals):
             if refusal.applies(model):
                 refuse(refusal.found, refusal.reason)
+        if overridden and not adapter.any_subclass:
+            refuse(f"{kind.__name__}", f"it overrides {', '.join(overridden)}")
         return adapter
     refuse(
         f"optimizer {kind.__name__}", f"known are {', '.join(a.optimizer_class for a in ADAPTERS)}"

@@ -261,11 +261,14 @@ def _joined(group: Sequence[Found]) -> Found:
 def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:
     def key(entry: Found) -> tuple[int, int, int, int, str]:
         finding = entry.finding
+        order = -1 if entry.param is None else alignment.backward_order(entry.param)
+        if entry.param is None and finding.law == "unscale_clip":
+            order = _AFTER_ALL  # a wrong report of the norm matters less than wrong gradients
         return (
             finding.step,
             _AFTER_ALL if finding.micro_step is None else finding.micro_step,
             LAWS.index(finding.law),
-            -1 if entry.param is None else alignment.backward_order(entry.param),
+            order,
             finding.param or "",
         )
 
@@ -277,7 +280,7 @@ def _folded(found: Sequence[Found]) -> list[Finding]:
     groups: dict[tuple[object, ...], list[Found]] = {}
     for entry in found:
         finding = entry.finding
-        key = (finding.law, finding.step, finding.micro_step, finding.cause)
+        key = (finding.law, finding.step, finding.micro_step, finding.cause, finding.point)
         groups.setdefault(key, []).append(entry)
     findings: list[Finding] = []
     for group in groups.values():

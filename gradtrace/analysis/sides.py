@@ -162,6 +162,7 @@ def _path(alignment: Alignment) -> Path:
     """Gather every dtype that a gradient passes through, recorded or configured."""
     names: set[str] = set()
     predivided = False
+    enlarged = 1.0  # underflow, where a product follows that is larger than 1
     for rank in alignment.ranks:
         for record in alignment.trace.ranks[rank].records:
             if record.point in CHAIN:
@@ -174,12 +175,13 @@ def _path(alignment: Alignment) -> Path:
         )
         divisor = number(effective.get("gradient_predivide_factor"))
         predivided |= divisor not in (None, 1.0)
+        enlarged = max(enlarged, abs(divisor or 1.0) / alignment.trace.manifest.world_size)
     kinds = [DTYPES[name] for name in sorted(names) if name in DTYPES] or [DTYPES["float32"]]
     world_size = alignment.trace.manifest.world_size
     exact = is_power_of_two(float(world_size)) and not predivided
     return Path(
         dtype=max(kinds, key=lambda kind: kind.unit_roundoff),
-        absolute=max(underflow(kind) for kind in kinds),
+        absolute=enlarged * max(underflow(kind) for kind in kinds),
         flush=max(flushed(kind) for kind in kinds),
         largest=min(kind.largest for kind in kinds),
         casts=0 if len(kinds) == 1 else _CASTS,

@@ -131,6 +131,18 @@ class Checkpointed(torch.nn.Module):
         return out
 
 
+class Sparse(torch.nn.Module):
+    """Ask torch for sparse gradients of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(7, 5, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.table(x.argmax(dim=1))
+        return out
+
+
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if name in MODELS:
@@ -149,6 +161,8 @@ def build(name: str) -> torch.nn.Module:
         return torch.nn.Linear(1, 1, bias=False)
     if name in {"reentrant", "checkpointed"}:
         return Checkpointed(name == "reentrant")
+    if name == "sparse":
+        return Sparse()
     raise AssertionError(name)
 
 

@@ -178,7 +178,7 @@ def initialize(setup: Setup) -> Any:
         **setup.config,
     }
     if setup.bf16:
-        config["bf16"] = {"enabled": True}
+        config.setdefault("bf16", {"enabled": True})
     if setup.fp16 and "fp16" not in config:
         config["fp16"] = {"enabled": True, "loss_scale": 128.0}
     if setup.mode == "unmanaged":

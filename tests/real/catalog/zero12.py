@@ -17,6 +17,15 @@ SMALL: dict[str, Any] = {"reduce_bucket_size": 60}
 AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
+LOW_MASTER: dict[str, Any] = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
+}
+
+
 def _accumulates_in(dtype: str) -> dict[str, Any]:
     return {"data_types": {"grad_accum_dtype": dtype}}
 
@@ -95,8 +104,14 @@ DTYPES = (
     Setup(2, config=_accumulates_in("bf16")),
     Setup(1, config=_accumulates_in("fp16"), zero=OVERLAP),
     Setup(2, config=_accumulates_in("fp16"), model="tied"),
+    Setup(1, config=_accumulates_in("bf16"), zero=LISTED | OVERLAP),
     Setup(1, bf16=True, config=_accumulates_in("fp16")),
     Setup(2, bf16=True, config=_accumulates_in("fp16")),
+    Setup(1, bf16=True, config=LOW_MASTER, batch=3),
+    Setup(2, bf16=True, config=LOW_MASTER, batch=3),
+    Setup(2, bf16=True, config={"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    Setup(2, zero={"zero_quantized_gradients": True}),  # which only stage 3 heeds
+    Setup(1, zero={"zero_quantized_weights": True}),
 )
 NON_CONTIGUOUS = (
     Setup(1, zero=LISTED),
@@ -168,7 +183,6 @@ OFFLOAD = (
     Setup(2, zero=HOST, client="adamw", mode="unmanaged", bf16=True, config=ACCUM32),
     Setup(1, zero=HOST, client="adamw", mode="unmanaged"),
     Setup(2, zero=HOST, client="adamw", mode="set_boundary"),
-    Setup(2, zero=HOST, client="adamw", mode="by_hand"),
     Setup(2, zero=HOST, client="adamw", mode="coalesce"),
     Setup(1, zero=HOST, client="adamw", mode="no_sync"),
     Setup(2, zero=HOST, client="adamw", model="reentrant"),
@@ -215,6 +229,11 @@ FOUND = (
     Entry(Setup(2, mode="by_hand", zero=OVERLAP), finding=DROPPED, reference=OPEN_INSTRUCT),
     Entry(Setup(2, mode="by_hand", zero=LISTED), finding=DROPPED, reference=OPEN_INSTRUCT),
     Entry(Setup(2, mode="by_hand", config=AUTOCAST), finding=DROPPED, reference=OPEN_INSTRUCT),
+    Entry(
+        Setup(2, mode="by_hand", zero=HOST, client="adamw"),
+        finding=DROPPED,
+        reference=OPEN_INSTRUCT,
+    ),
     # Without a gradient in the first micro-step, but in a later one.
     Entry(Setup(2, zero=HOST, client="sgd", model="tied"), finding=CARRIED, reference=HOST_KEEPS),
     # Without a gradient in the last micro-step, but in an earlier one.
@@ -241,7 +260,7 @@ REFUSED = (
         refused="torch_autocast in fp16",
     ),
     Entry(
-        Setup(2, config={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
+        Setup(2, model="one", config={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
         refused="the Muon optimizer",
     ),
     Entry(Setup(1, model="moe"), refused="mixture-of-experts layers"),
@@ -249,9 +268,12 @@ REFUSED = (
     Entry(
         Setup(
             2,
-            client="adamw",
-            zero=HOST
-            | {"zenflow": {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0}},
+            zero=HOST | {"zenflow": {"update_interval": 4}},
+            config={
+                "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            },
         ),
         refused="ZenFlow",
     ),

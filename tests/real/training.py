@@ -143,6 +143,23 @@ class Sparse(torch.nn.Module):
         return out
 
 
+class Routed(torch.nn.Module):
+    """Route rows to two experts, which DeepSpeed reduces over a group of their own."""
+
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first = torch.nn.Linear(7, 7)
+        self.experts = MoE(7, torch.nn.Linear(7, 7), num_experts=2, use_rts=False)
+        self.last = torch.nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed, _, _ = self.experts(torch.tanh(self.first(x)))
+        out: torch.Tensor = self.last(routed)
+        return out
+
+
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if name in MODELS:
@@ -163,6 +180,8 @@ def build(name: str) -> torch.nn.Module:
         return Checkpointed(name == "reentrant")
     if name == "sparse":
         return Sparse()
+    if name == "moe":
+        return Routed()
     raise AssertionError(name)
 
 

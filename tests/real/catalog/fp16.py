@@ -20,7 +20,7 @@ GROWS = dynamic(hysteresis=1, loss_scale_window=2)
 # Nothing grows; every overflow (the first of two with hysteresis 2) halves the scale.
 FALLS = dynamic(hysteresis=1, loss_scale_window=1000)
 FALLS_LATE = dynamic(hysteresis=2, loss_scale_window=1000)
-TOO_HIGH = dynamic(initial_scale_power=24, hysteresis=1)  # the first steps overflow by themselves
+TOO_HIGH = dynamic(initial_scale_power=20, hysteresis=1)  # the first steps overflow by themselves
 ODD = {"fp16": {"enabled": True, "loss_scale": 100.0}}  # no power of two: unscaling rounds
 ACCUM32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 

@@ -81,7 +81,7 @@ def _weightless(adapter: Adapter, model: Model) -> dict[str, str]:
     if adapter.weights(model) is None:
         absent["weight"] = "parameters are not in this process's memory"
     if adapter.masters is None:
-        absent["master_weight"] = "this optimizer keeps no separate fp32 weights"
+        absent["master_weight"] = "no separate fp32 weights are known of this optimizer"
     elif adapter.masters(model) is None:
         absent["master_weight"] = "the fp32 weights are not in this process's memory"
     return absent

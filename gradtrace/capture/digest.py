@@ -19,7 +19,7 @@ from gradtrace.trace.schema import encode_float
 from gradtrace.trace.spans import PADDING, Layout, pack_spans
 
 # Elements hashed at a time: temporaries of 8 bytes each that fit a CPU's cache, or stay small on a GPU.
-_CHUNK_CPU: Final = 2**15
+_CHUNK_CPU: Final = 2**16
 _CHUNK_DEVICE: Final = 2**20
 _RAW: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -112,20 +112,22 @@ def _stretch(flat: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tens
     """Return int64 [not zero, nans, infs, hash] and float64 [sum of squares, max |x|] of one stretch."""
     stretch = flat[piece.tensor_offset : piece.tensor_offset + piece.numel]
     places = _places(stretch)
+    on_cpu = flat.device.type == "cpu"
     counts: list[torch.Tensor] = []
     sizes: list[torch.Tensor] = []
     for start in range(0, piece.numel, _chunk(flat)):
         part = stretch[start : start + _chunk(flat)]
         size = (part if part.dtype in _WIDE else part.to(torch.float64)).abs()
-        counts += (
-            torch.count_nonzero(size),
-            torch.count_nonzero(size != size),  # noqa: PLR0124  NaN is unlike itself
-            torch.count_nonzero(size == math.inf),
-            _hash(part, places, piece.param_offset + start),
-        )
-        finite = size.nan_to_num_(0.0, 0.0, 0.0)
-        norm = torch.linalg.vector_norm(finite, dtype=torch.float64)
-        sizes += (norm * norm, finite.amax().to(torch.float64))
+        filled = torch.count_nonzero(size)
+        nans, infs = torch.zeros_like(filled), torch.zeros_like(filled)
+        largest = size.amax()  # NaN if there is one
+        if not on_cpu or not math.isfinite(float(largest)):  # only a CPU is asked: it does not wait
+            nans = torch.count_nonzero(size != size)  # noqa: PLR0124  NaN is unlike itself
+            infs = torch.count_nonzero(size == math.inf)
+            largest = size.nan_to_num_(0.0, 0.0, 0.0).amax()
+        norm = torch.linalg.vector_norm(size, dtype=torch.float64)
+        counts += (filled, nans, infs, _hash(part, places, piece.param_offset + start))
+        sizes += (norm * norm, largest.to(torch.float64))
     count = torch.stack(counts).view(-1, 4).sum(dim=0)
     found = torch.stack(sizes).view(-1, 2)
     return count, torch.stack((found[:, 0].sum(), found[:, 1].amax()))

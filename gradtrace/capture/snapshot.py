@@ -98,9 +98,11 @@ def pending(
 ) -> Pending:
     """Return numbers to be read later, marking the current stream if they are on a device."""
     event = None
-    if tensors[0].device.type != "cpu":
-        event = torch.Event(tensors[0].device)
-        event.record()
+    device = tensors[0].device
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        event = module.Event()
+        event.record(module.current_stream(device))
     return Pending(tensors, event, write)
 
 

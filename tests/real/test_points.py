@@ -247,3 +247,57 @@ def test_steps_outside_the_plan_record_neither_batch_nor_weights(tmp_path: Path)
     records = open_trace(tmp_path / "trace").ranks[0].records
     assert {record.step for record in records} == {1}
     assert Counter(r.point for r in records)["weight"] == 5
+
+
+def _without_weights(rank: int, out_dir: Path) -> None:
+    engine = initialize(Setup(3))
+    parameter = next(engine.module.parameters())
+    masters = engine.optimizer.fp32_partitioned_groups_flat
+    held = parameter.ds_tensor.data, masters[0].data
+    parameter.ds_tensor.data = torch.empty(1)  # what DeepSpeed leaves of a shard that is on NVMe
+    masters[0].data = torch.empty(0)
+    with gradtrace.wrap(engine, out_dir):
+        parameter.ds_tensor.data, masters[0].data = held
+        one_step(engine, Setup(3), torch.Generator().manual_seed(0))
+
+
+def test_weights_that_are_not_in_memory_are_absent_and_the_rest_is_traced(tmp_path: Path) -> None:
+    run_ranks(2, _without_weights, tmp_path / "trace")
+    trace = open_trace(tmp_path / "trace")
+    for point in ("weight", "master_weight"):
+        assert "not in this process's memory" in trace.ranks[0].header.points[point]
+        assert not any(record.point == point for record in trace.ranks[0].records)
+    assert gradtrace.audit(trace).verdict == "pass"
+
+
+def test_settings_in_effect_and_scalars_are_recorded(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7, "hysteresis": 3}
+    for stage in (1, 2, 3):
+        setup = Setup(stage, steps=2, zero={"sub_group_size": 100} if stage == 3 else {})
+        train(setup, tmp_path / str(stage))
+        rank = open_trace(tmp_path / str(stage)).ranks[1]
+        effective = rank.header.effective
+        assert (effective["train_batch_size"], effective["micro_batch_size"]) == (16, 2)
+        assert effective["partition_count"] == [2]
+        assert effective["offload_optimizer_device"] == effective["offload_param_device"] == "none"
+        assert effective["dynamic_loss_scale"] is False
+        assert effective.get("sub_group_size") == (100 if stage == 3 else None)
+        assert effective.get("use_multi_rank_bucket_allreduce") == (None if stage == 3 else True)
+        facts = [rank.steps[step].facts for step in (0, 1)]
+        assert [f["engine_global_samples"] for f in facts] == [0, 16]
+        assert [f["engine_skipped_steps"] for f in facts] == [0, 0]
+        assert [f["boundary"] for f in facts] == [True, True]
+        assert [f["loss_scale_after"] for f in facts] == [1.0, 1.0]
+        losses = [r.facts["engine_micro_steps"] for r in rank.records if r.point == "loss"]
+        assert losses == list(range(8))
+    found = run_ranks(1, _settings, Setup(2, ranks=1, fp16=True, config={"fp16": fp16}))[0]
+    assert found["dynamic_loss_scale"] is True
+    assert (found["loss_scale_factor"], found["loss_scale_window"]) == (2.0, 7)
+    assert (found["loss_scale_hysteresis"], found["consecutive_hysteresis"]) == (3, False)
+
+
+def _settings(rank: int, setup: Setup) -> dict[str, Any]:
+    from gradtrace.capture.adapters.select import build_model
+    from gradtrace.capture.adapters.settings import settings
+
+    return settings(build_model(initialize(setup)))

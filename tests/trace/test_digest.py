@@ -231,3 +231,43 @@ def test_the_documented_vectors_are_right() -> None:
     for index, bits, mixed in rows:
         found = mix64(np.array([int(index)], dtype=np.uint64), np.uint64(int(bits)))
         assert hash_text(int(found[0])) == mixed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss_scale_after": "large"},
+        {"boundary": 1},
+        {"engine_skipped_steps": -1},
+        {"engine_global_samples": 0.5},
+    ],
+)
+def test_hostile_scalars_of_a_step_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = write_run(tmp_path / "trace", RUN)
+    change_line(
+        path / INDEX,
+        lambda body: body["kind"] == "step_end",
+        lambda body: body["facts"].update(wrong),
+    )
+    with pytest.raises(DamagedTraceError, match=next(iter(wrong))):
+        open_trace(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"partition_count": 2},
+        {"partition_count": [-1]},
+        {"sub_group_size": "many"},
+        {"autocast_dtype": 7},
+        {"dynamic_loss_scale": 1},
+        {"train_batch_size": -1},
+        {"offload_param_device": "x" * 201},
+        {"loss_scale_window": []},
+    ],
+)
+def test_hostile_settings_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = write_run(tmp_path / "trace", RUN)
+    reseal(path / "rank-00000/header.json", lambda body: body["effective"].update(wrong))
+    with pytest.raises(DamagedTraceError, match=next(iter(wrong))):
+        open_trace(path)

@@ -165,7 +165,8 @@ def _weights(model: Model) -> list[Sighting] | None:
         start, numel = _own(model, param)
         if numel <= 0:
             continue
-        if part.numel() < numel:
+        status = getattr(getattr(part, "status", None), "name", "AVAILABLE")
+        if status != "AVAILABLE" or part.numel() < numel:  # a stand-in of one element
             return None
         found.append(Sighting(name, ((part.data, (Piece(index, start, 0, numel),)),)))
     return found

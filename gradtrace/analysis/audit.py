@@ -20,6 +20,7 @@ from gradtrace.analysis.laws import (
     reduce,
     replicate,
     seed,
+    together,
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
@@ -93,6 +94,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 continue
             for law in PARAMETER_LAWS:
                 law(scene, parameter.index)
+        together.check_collectives(scene)
         hidden.update(_drop_consequences(scene, seen))
     findings = _folded(sorted(_across_ranks(_agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(

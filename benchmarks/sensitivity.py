@@ -279,11 +279,12 @@ def _shown(found: Sequence[tuple[float, str] | None]) -> str:
 PAGE = """\
 # Sensitivity
 
-The smallest relative error that each law detects, measured by `python benchmarks/sensitivity.py`: the
-run's own arithmetic is simulated with every rounding, an error is planted in what it leaves, and its size
-is bisected on half octaves. Each number is the worst of {seeds} seeds: every one of them detects an error of
-that size, and none raises an alarm without one. Gradients are normal with variance 1 (as loss scaling
-lets float16 hold them), independent on each rank; a collective adds in another order with each seed.
+The smallest relative error that each law detects, measured by `python benchmarks/sensitivity.py`.
+The run's own arithmetic is simulated with every rounding, an error is planted in what it leaves, and
+its size is bisected on half octaves. Each number is the worst of {seeds} seeds: every one of them
+detects an error of that size, and none raises an alarm without one. Gradients are normal with variance
+1 (as loss scaling lets float16 hold them), independent on each rank; a collective adds in another order
+with each seed.
 
 - `b`: the proven bound convicts; `c`: the coefficients do. `none`: not even an error of 1.
 - *global factor*: the whole record times 1 + e. *one element*: the element of median size times 1 + e.

@@ -21,6 +21,7 @@ from gradtrace.analysis.laws import (
     replicate,
     replicate_values,
     seed,
+    together,
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
@@ -97,6 +98,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 continue
             for law in PARAMETER_LAWS:
                 law(scene, parameter.index)
+        together.check_collectives(scene)
         hidden.update(_drop_consequences(scene, seen))
     findings = _folded(sorted(_across_ranks(_agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(

@@ -173,8 +173,8 @@ def test_a_wrong_rule_breaks_it(fault, kernel):
 
 
 @pytest.mark.deepspeed
-@examples(20)
-@given(seeds, st.booleans())
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("decoupled", [True, False])
 def test_deepspeeds_cpu_adam(cpu_adam, seed, decoupled):
     rng = np.random.default_rng(seed)
     settings = _adam_settings(rng)
@@ -184,7 +184,7 @@ def test_deepspeeds_cpu_adam(cpu_adam, seed, decoupled):
     given_ = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
     optimizer = cpu_adam([param], **given_, adamw_mode=decoupled)
     moments = {"exp_avg": np.zeros(NUMEL), "exp_avg_sq": np.zeros(NUMEL)}
-    for step in range(1, 6):
+    for step in range(1, 40):
         param.grad = _tensor(_values(rng, SINGLE, wild=False), SINGLE)
         before, grad = _numpy(param), _numpy(param.grad)
         optimizer.step()
@@ -211,6 +211,7 @@ def test_publish(seed, name):
     found = _numpy(_tensor(master, SINGLE).to(getattr(torch, name)))
     estimate = publish.expect(master, SINGLE, model)
     assert not bounds.breaks(found, estimate).any()
-    stale = np.where(np.isfinite(found), found * 1.05 + 4 * estimate.error + 1e-30, np.nan)
+    away = np.copysign(0.05 * np.abs(found) + 4 * estimate.error + 1e-44, found)
+    stale = np.where(np.isfinite(found), found + away, np.nan)
     usable = np.isfinite(found) & ~estimate.overflow
     assert bounds.breaks(stale, estimate)[usable].all()

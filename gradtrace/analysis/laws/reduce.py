@@ -22,7 +22,13 @@ from gradtrace.analysis.bounds import (
     scale,
     underflow,
 )
-from gradtrace.analysis.hypotheses import Design, Hypothesis, likeliest_missing, weighted
+from gradtrace.analysis.hypotheses import (
+    Context,
+    Design,
+    Hypothesis,
+    likeliest_missing,
+    weighted,
+)
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -32,7 +38,7 @@ from gradtrace.analysis.laws.common import (
     largest_before,
     last_of_previous,
 )
-from gradtrace.trace.dtypes import DTYPES, Dtype
+from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
 from gradtrace.trace.records import Facts, Json
 
 LAW = "reduce"
@@ -313,16 +319,7 @@ def _check_span(scene: Scene, target: Event, expected: Reduction, start: int, st
     world = len(terms)
 
     def hypotheses() -> Iterator[Hypothesis]:
-        estimate, dtype = expected.estimate, expected.dtype
-        if expected.factor != 1:
-            words = f"{context.point} is the sum over {world} ranks, not their mean."
-            yield Hypothesis(
-                "not_averaged", words, weighted([(1 / expected.factor, estimate)], dtype)
-            )
-            words = f"{context.point} was divided by the world size ({world}) twice."
-            yield Hypothesis(
-                "averaged_twice", words, weighted([(expected.factor, estimate)], dtype)
-            )
+        yield from averages(expected, context)
         if world > 1:
             for factor, how in (
                 (1.0, ""),
@@ -332,17 +329,10 @@ def _check_span(scene: Scene, target: Event, expected: Reduction, start: int, st
                     f"What leaves the collective is what rank {record.rank} put in{how}: "
                     "nothing was reduced."
                 )
-                own = cast(
-                    weighted([(factor, expected.own)], dtype), DTYPES["float64"], target.dtype
-                )
+                own = weighted([(factor, expected.own)], expected.dtype)
+                own = cast(own, DTYPES["float64"], target.dtype)
                 yield Hypothesis("not_reduced", words, own)
-            values = [(rank, term.value) for rank, term in expected.terms]
-            for rank, value in likeliest_missing(found, estimate, values):
-                words = f"The gradient of rank {rank} is missing from the reduction."
-                rest = weighted([(1.0, estimate), (-1.0, exact(value))], dtype)
-                yield Hypothesis("rank_missing", words, rest, rank=rank)
-                rest = weighted([(world / (world - 1), rest)], dtype)
-                yield Hypothesis("rank_missing", words, rest, rank=rank)
+            yield from missing(found, expected)
         yield from _stale(scene, target, start, stop)
         yield from _swapped(scene, target, stop - start)
 
@@ -355,6 +345,28 @@ def _check_span(scene: Scene, target: Event, expected: Reduction, start: int, st
         designs=[Design("rank", terms)] if world > 1 else [],
         hypotheses=hypotheses,
     )
+
+
+def averages(expected: Reduction, context: Context) -> Iterator[Hypothesis]:
+    """Propose that the mean was not taken, or twice."""
+    estimate, dtype, world = expected.estimate, expected.dtype, len(expected.terms)
+    if expected.factor != 1:
+        words = f"{context.point} is the sum over {world} ranks, not their mean."
+        yield Hypothesis("not_averaged", words, weighted([(1 / expected.factor, estimate)], dtype))
+        words = f"{context.point} was divided by the world size ({world}) twice."
+        yield Hypothesis("averaged_twice", words, weighted([(expected.factor, estimate)], dtype))
+
+
+def missing(found: Float64, expected: Reduction) -> Iterator[Hypothesis]:
+    """Propose that one rank is missing, the mean taken over all ranks or over the others."""
+    estimate, dtype, world = expected.estimate, expected.dtype, len(expected.terms)
+    values = [(rank, term.value) for rank, term in expected.terms]
+    for rank, value in likeliest_missing(found, estimate, values):
+        words = f"The gradient of rank {rank} is missing from the reduction."
+        rest = weighted([(1.0, estimate), (-1.0, exact(value))], dtype)
+        yield Hypothesis("rank_missing", words, rest, rank=rank)
+        rest = weighted([(world / (world - 1), rest)], dtype)
+        yield Hypothesis("rank_missing", words, rest, rank=rank)
 
 
 def _stale(scene: Scene, target: Event, start: int, stop: int) -> Iterator[Hypothesis]:

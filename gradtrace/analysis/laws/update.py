@@ -164,8 +164,10 @@ def adam(
 
         lost = ~(least > 0)
         narrow = dtype.largest / 8
-        reached = (reach, reach * reach, spread, v_size, bottom / min(1.0, rule.lr / one or 1.0))
-        for size in (*reached, np.abs(top) + top_error, (np.abs(top) + top_error) / least, change):
+        folded = bottom / min(1.0, rule.lr / one or 1.0)  # as a capturable step divides by
+        largest = np.abs(top) + top_error
+        sizes = (reach, reach * reach, spread, v_size, folded, np.abs(weight), largest, change)
+        for size in (*sizes, largest / least):
             lost |= size >= narrow
         over = (spread >= narrow) | (reach >= narrow)
         squared = (v_size >= narrow) | (reach * reach >= narrow)

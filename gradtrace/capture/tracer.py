@@ -101,6 +101,7 @@ class Tracer:
         self._patches = Patches()
         self._closed = False
         self._partial = subject.adapter.window_open(subject.model)
+        self._bypassed_in: int | None = None
         self._carried: dict[int, bool] = {}
         self._accumulates = "local_accum" in options.points and "local_accum" not in subject.absent
         run_id = agreement.agree_on_run(
@@ -174,6 +175,7 @@ class Tracer:
             on_begin=self._carried.clear,
             on_end=self._end_backward,
             on_failure=self._fail_backward,
+            on_bypass=self._bypass_engine,
             recording=lambda: self._recorder.recording,
             guard=self._recorder.guard,
         )
@@ -250,6 +252,16 @@ class Tracer:
         detail = f"{type(error).__name__}: {error}"
         self._recorder.gap(None, None, "backward_failed", detail)
         self._recorder.seal_soon()  # such an exception often ends the job, and then with a signal
+
+    def _bypass_engine(self) -> None:
+        # The window holds what the engine did not see: laws that need all of it are not checked.
+        if self._bypassed_in != self._clock.step:
+            self._bypassed_in = self._clock.step
+            self._partial = True
+            detail = (
+                "a backward pass that did not go through engine.backward, which this release needs"
+            )
+            self._recorder.gap(None, None, "engine_bypassed", detail)
 
     def _around_step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

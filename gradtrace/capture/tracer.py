@@ -254,14 +254,11 @@ class Tracer:
         self._recorder.seal_soon()  # such an exception often ends the job, and then with a signal
 
     def _bypass_engine(self) -> None:
-        # The window holds what the engine did not see: laws that need all of it are not checked.
+        # Every buffer of the step may hold a gradient that was not recorded.
         if self._bypassed_in != self._clock.step:
             self._bypassed_in = self._clock.step
-            self._partial = True
-            detail = (
-                "a backward pass that did not go through engine.backward, which this release needs"
-            )
-            self._recorder.gap(None, None, "engine_bypassed", detail)
+            detail = "a backward pass past engine.backward, which this release of DeepSpeed needs"
+            self._recorder.gap(None, None, "engine_bypassed", detail, whole_step=True)
 
     def _around_step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

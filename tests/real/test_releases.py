@@ -88,7 +88,7 @@ def test_a_known_defect_must_be_found_and_only_where_it_is() -> None:
 
 
 def test_a_window_that_was_not_seen_whole_convicts_nobody() -> None:
-    entry = Entry(Setup(1, mode="tensor_backward"))
+    entry = Entry(Setup(1, mode="mixed"))
     note = "gaps: engine_bypassed"
     part = dataclasses.replace(SEEN, verdict="inconclusive", notes=(note,))
     assert judge.problem(entry, part, "0.18.2", "0.19.8") is None

@@ -55,7 +55,7 @@ def in_bf16_optimizer(setup: Setup) -> bool:
 
 def by_hand(setup: Setup) -> bool:
     """Say whether the caller accumulates with a configuration that says 1."""
-    return setup.mode in {"by_hand", "tensor_backward", "scale"} and setup.micro_steps > 1
+    return setup.mode in {"by_hand", "tensor_backward", "mixed", "scale"} and setup.micro_steps > 1
 
 
 OPEN_INSTRUCT = "https://github.com/allenai/open-instruct/pull/1498"

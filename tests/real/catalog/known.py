@@ -11,7 +11,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(Setup(2, mode="set_boundary", bf16=True)),
     Entry(Setup(1, mode="by_hand"), finding=DROPPED, reference=PULL_1498),
     Entry(Setup(2, mode="by_hand"), finding=DROPPED, reference=PULL_1498),
-    Entry(Setup(1, mode="tensor_backward"), finding=DROPPED, reference=PULL_1498),
+    Entry(Setup(1, mode="mixed"), finding=DROPPED, reference=PULL_1498),
     Entry(Setup(2, mode="tensor_backward"), finding=DROPPED, reference=PULL_1498),
     Entry(Setup(3)),
     Entry(

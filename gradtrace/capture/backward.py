@@ -4,6 +4,9 @@ A backward pass is one call of ``engine.backward``, or one autograd run that sta
 ``engine.forward`` when the caller calls ``loss.backward()`` himself. DeepSpeed divides by the
 accumulation steps in different places in the two cases (0.19.8, runtime/engine.py:3413 and the hook
 at 3177), so the factor across every forward-output hook is measured, not believed.
+
+Up to 0.18.2 DeepSpeed knows the first kind alone: a ``loss.backward()`` of the caller's leaves out what
+the engine does around a backward pass. There it is no micro-step, but a gap in the trace.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Model, optimizer_boundary
 from gradtrace.capture.clock import StepClock
-from gradtrace.capture.patching import Patches, add_hook
+from gradtrace.capture.patching import Patches, add_accumulated_hook, add_hook
 
 ENGINE_PATH: Final = "engine.backward"
 TENSOR_PATH: Final = "tensor.backward"
@@ -62,6 +65,7 @@ class BackwardWatch:
         on_end: called with the facts of the `loss` record, and with those of the batches of the forward
             passes whose outputs a gradient came to, in the order of these passes.
         on_failure: called when one raised; the exception goes on.
+        on_bypass: called when gradients were accumulated by a backward pass that the engine cannot see.
         recording: whether this step is recorded.
         guard: see `Guard`.
     """
@@ -75,6 +79,7 @@ class BackwardWatch:
         on_begin: Callable[[], None],
         on_end: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], None],
         on_failure: Callable[[BaseException], None],
+        on_bypass: Callable[[], None],
         recording: Callable[[], bool],
         guard: Guard,
     ) -> None:
@@ -84,6 +89,7 @@ class BackwardWatch:
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_failure = on_failure
+        self._on_bypass = on_bypass
         self._recording = recording
         self._guard = guard
         self._path: str | None = None
@@ -102,11 +108,15 @@ class BackwardWatch:
         """Replace the engine's methods that begin and end a backward pass."""
         engine = self._model.engine
         patches.wrap(engine, "backward", self._around_backward)
-        patches.wrap(engine, "_backward_epilogue", self._around_epilogue)
-        patches.wrap(engine, "_backward_prologue", self._around_prologue)
         patches.wrap(engine, "forward", self._around_forward)
-        if hasattr(engine, "scale"):
+        if select.begins_at_tensors(engine):
+            patches.wrap(engine, "_backward_epilogue", self._around_epilogue)
+            patches.wrap(engine, "_backward_prologue", self._around_prologue)
             patches.wrap(engine, "scale", self._around_scale)
+        else:
+            for parameter in self._model.parameters:
+                if parameter.requires_grad:
+                    patches.keep_handle(add_accumulated_hook(parameter, self._accumulated_hook))
         patches.keep_handle(engine.module.register_forward_hook(self._module_hook))
 
     # --- begin and end -------------------------------------------------------------------------
@@ -181,7 +191,8 @@ class BackwardWatch:
         if self._path == TENSOR_PATH:
             self._abandon(_never_ended())
         asked = self._asked(args, kwargs)
-        self._begin(ENGINE_PATH, asked.get("scale_wrt_gas"))
+        divides = select.divides_by_steps(self._model.engine, asked.get("scale_wrt_gas"))
+        self._begin(ENGINE_PATH, divides)
         handle = self._hook_loss(asked.get("loss"))
         try:
             result = original(*args, **kwargs)
@@ -211,6 +222,11 @@ class BackwardWatch:
         if self._recording():
             with self._guard("loss"):
                 self._on_failure(error)
+
+    def _accumulated_hook(self, parameter: torch.Tensor) -> None:
+        # Only a backward pass accumulates; torch.autograd.grad() does not come here.
+        if self._path is None and self._recording():
+            self._on_bypass()
 
     def _hook_loss(self, loss: Any) -> Any:
         handle = None

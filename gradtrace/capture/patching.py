@@ -16,6 +16,11 @@ def add_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     return tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def add_accumulated_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Learn that a backward pass accumulated into a leaf's ``grad``; the hook changes nothing."""
+    return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
 class Patches:
     """Hold what was replaced, so that `restore` can undo it in reverse order."""
 

@@ -117,9 +117,17 @@ class Recorder:
             point in DIGESTED and dtype_name(sighting.parts[0][0].dtype) not in DTYPES
         )
 
-    def gap(self, point: str | None, unit: str | None, reason: str, detail: str) -> None:
-        """State that something planned is not recorded, and warn once."""
-        per_micro_step = point is None or BY_NAME[point].per_micro_step
+    def gap(
+        self,
+        point: str | None,
+        unit: str | None,
+        reason: str,
+        detail: str,
+        *,
+        whole_step: bool = False,
+    ) -> None:
+        """State that something planned is not recorded, of this micro-step or of all, and warn once."""
+        per_micro_step = not whole_step and (point is None or BY_NAME[point].per_micro_step)
         micro_step = self._clock.micro_step if per_micro_step else None
         self._gaps += 1
         step = self._clock.step

@@ -102,6 +102,7 @@ class Tracer:
         self._patches = Patches()
         self._closed = False
         self._partial = subject.adapter.window_open(subject.model)
+        self._bypassed_in: int | None = None
         self._carried: dict[int, bool] = {}
         self._weighed: int | None = None  # the step whose weights are recorded
         self._accumulates = "local_accum" in options.points and "local_accum" not in subject.absent
@@ -177,6 +178,7 @@ class Tracer:
             on_begin=self._begin_backward,
             on_end=self._end_backward,
             on_failure=self._fail_backward,
+            on_bypass=self._bypass_engine,
             recording=lambda: self._recorder.recording,
             guard=self._recorder.guard,
         )
@@ -289,6 +291,13 @@ class Tracer:
         detail = f"{type(error).__name__}: {error}"
         self._recorder.gap(None, None, "backward_failed", detail)
         self._recorder.seal_soon()  # such an exception often ends the job, and then with a signal
+
+    def _bypass_engine(self) -> None:
+        # Every buffer of the step may hold a gradient that was not recorded.
+        if self._bypassed_in != self._clock.step:
+            self._bypassed_in = self._clock.step
+            detail = "a backward pass past engine.backward, which this release of DeepSpeed needs"
+            self._recorder.gap(None, None, "engine_bypassed", detail, whole_step=True)
 
     def _around_step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from gradtrace.capture.adapters.declare import Model
+from gradtrace import errors
+from gradtrace.capture.adapters import select
+from gradtrace.capture.adapters.declare import Model, Probe
 from gradtrace.capture.adapters.select import ADAPTERS
 from gradtrace.capture.adapters.zero12 import ZERO12
 from gradtrace.trace.points import POINT_NAMES
@@ -41,3 +43,47 @@ def test_every_probe_names_a_point_and_its_source(adapter) -> None:  # type: ign
     for refusal in adapter.refusals:
         assert refusal.found
         assert refusal.reason
+
+
+class _Old:
+    def backward(self, loss: object) -> None: ...
+
+
+class _New(_Old):
+    def backward_epilogue(self) -> None: ...
+
+
+def _probe(method: str, **declared: object) -> Probe:
+    return Probe("local_accum", method, "after", lambda m, c: (), source="here", **declared)  # type: ignore[arg-type]
+
+
+CHOICE = (
+    _probe("backward_epilogue", one_of="local_accum"),
+    _probe("backward", one_of="local_accum", arguments=("loss",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "chosen"), ((_New(), "backward_epilogue"), (_Old(), "backward"))
+)
+def test_of_a_choice_the_first_probe_that_binds_is_used_alone(
+    optimizer: object, chosen: str
+) -> None:
+    model = Model(None, optimizer, (), {}, (), (), ())
+    assert [r.probe.method for r in select.resolve_probes(model, CHOICE)] == [chosen]
+
+
+def test_a_choice_of_which_nothing_binds_names_all_that_is_missing() -> None:
+    changed = (CHOICE[0], _probe("backward", one_of="local_accum", arguments=("tensor",)))
+    model = Model(None, _Old(), (), {}, (), (), ())
+    with pytest.raises(errors.ProbeError) as caught:
+        select.resolve_probes(model, changed)
+    assert "_Old.backward_epilogue" in caught.value.found
+    assert "argument tensor of _Old.backward(" in caught.value.found
+
+
+def test_an_optional_probe_may_be_absent_but_not_changed() -> None:
+    model = Model(None, _Old(), (), {}, (), (), ())
+    assert select.resolve_probes(model, (_probe("finalize", required=False),)) == ()
+    with pytest.raises(errors.ProbeError, match="argument tensor"):
+        select.resolve_probes(model, (_probe("backward", required=False, arguments=("tensor",)),))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,18 +171,83 @@ def _override(engine: Any) -> None:
     engine.optimizer.__class__ = changed
 
 
+def _unknown_optimizer(engine: Any) -> None:
+    class Homegrown(torch.optim.SGD):
+        pass
+
+    engine.optimizer = Homegrown(engine.module.parameters(), lr=1.0)
+
+
 def _lose_method(engine: Any) -> None:
     del type(engine.optimizer).average_tensor
 
 
-def test_an_optimizer_that_overrides_a_probed_method_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(errors.UnsupportedEngineError, match="average_tensor"):
-        train(Setup(2), tmp_path / "trace", before=_override)
+def _lose_argument(engine: Any) -> None:
+    type(engine.optimizer).average_tensor = lambda self, bucket: None
 
 
-def test_a_deepspeed_whose_internals_moved_is_named(tmp_path: Path) -> None:
-    with pytest.raises(errors.ProbeError, match=r"average_tensor in deepspeed \d"):
-        train(Setup(2), tmp_path / "trace", before=_lose_method)
+def _lose_choice(engine: Any) -> None:
+    # Both places of local_accum: the engine's method and the optimizer's that older releases have.
+    def lost(self: Any) -> Any:
+        raise AttributeError("gone")
+
+    type(engine)._backward_epilogue = property(lost)
+    for kind in type(engine.optimizer).__mro__:
+        if "backward" in vars(kind):
+            del kind.backward  # type: ignore[attr-defined]
+
+
+def _lose_attribute(engine: Any) -> None:
+    del engine.optimizer.averaged_gradients
+
+
+def _lose_engine_method(engine: Any) -> None:
+    del type(engine).is_gradient_accumulation_boundary
+
+
+MOVED: dict[str, tuple[Callable[[Any], None], type[errors.GradtraceError], str]] = {
+    "an optimizer class that nobody declared": (
+        _unknown_optimizer,
+        errors.UnsupportedEngineError,
+        "Homegrown",
+    ),
+    "an overridden probed method": (_override, errors.UnsupportedEngineError, "average_tensor"),
+    "a method that is gone": (
+        _lose_method,
+        errors.ProbeError,
+        "DeepSpeedZeroOptimizer.average_tensor",
+    ),
+    "a method with other arguments": (
+        _lose_argument,
+        errors.ProbeError,
+        "argument tensor of DeepSpeedZeroOptimizer.average_tensor(bucket)",
+    ),
+    "an attribute that is gone": (_lose_attribute, errors.ProbeError, "averaged_gradients"),
+    "an engine method that is gone": (
+        _lose_engine_method,
+        errors.ProbeError,
+        "engine.is_gradient_accumulation_boundary",
+    ),
+    "the brackets of a backward pass that are gone": (
+        _lose_choice,
+        errors.ProbeError,
+        "engine._backward_epilogue",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_gradtrace_does_not_know_is_named_with_version_and_remedy(
+    name: str, tmp_path: Path
+) -> None:
+    plant, kind, named = MOVED[name]
+    with pytest.raises(kind) as caught:
+        train(Setup(2), tmp_path / "trace", before=plant)
+    error = caught.value
+    told = f"{error.found} {error.where} {error.expected}"
+    assert named in told
+    assert f"deepspeed {importlib.metadata.version('deepspeed')}" in told
+    assert error.remedy
     assert not (tmp_path / "trace").exists()
 
 

@@ -23,6 +23,7 @@ Mode = Literal[
     "set_boundary",
     "unmanaged",
     "tensor_backward",
+    "mixed",  # all but the last backward pass of a step by loss.backward()
     "scale",
     "no_sync",
     "coalesce",
@@ -292,7 +293,7 @@ def _backwards(
         if setup.mode != "managed":
             loss = loss / setup.micro_steps
         losses.append(float(loss.detach()))
-        if setup.mode == "tensor_backward":
+        if setup.mode == "tensor_backward" or (setup.mode == "mixed" and not last):
             loss.backward()
         elif setup.mode == "scale":
             engine.scale(loss).backward()

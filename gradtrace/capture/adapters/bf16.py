@@ -146,7 +146,16 @@ BF16 = Adapter(
             "backward_epilogue",
             "after",
             _local_accum,
+            one_of="local_accum",
             source="0.19.8 bf16_optimizer.py:503; the engine runs it before the reduction (3161)",
+        ),
+        Probe(
+            "local_accum",
+            "backward",
+            "after",
+            _local_accum,
+            one_of="local_accum",
+            source="0.18.2 bf16_optimizer.py:319; the engine runs it, then reduces",
         ),
         Probe(
             "bucket",

@@ -87,6 +87,7 @@ class Probe:
         arguments: names that the method's signature must have.
         attributes: attributes that ``sight`` reads from the optimizer.
         required: whether a method that is not there stops `wrap`.
+        one_of: of the probes with this name, the first that binds is used, and one must.
         stream: gives the stream on which the tensor is valid, or ``None`` for the caller's. It must
             follow the settings: the optimizer may hold a stream that it does not use.
         source: where in DeepSpeed this was read.
@@ -101,6 +102,7 @@ class Probe:
     arguments: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
     required: bool = True
+    one_of: str | None = None
     stream: Callable[[Model], Any] | None = None
 
 

@@ -22,14 +22,10 @@ from gradtrace.errors import NotAnEngineError, ProbeError, UnsupportedEngineErro
 
 ADAPTERS: Final = (ZERO12, BF16, ZERO3, FP16, FP16_UNFUSED, PLAIN)
 # What the step clock needs of the engine and of any optimizer.
-ENGINE_METHODS: Final = (
-    "forward",
-    "backward",
-    "step",
-    "is_gradient_accumulation_boundary",
-    "_backward_prologue",
-    "_backward_epilogue",
-)
+ENGINE_METHODS: Final = ("forward", "backward", "step", "is_gradient_accumulation_boundary")
+# What brackets a backward pass that begins at a tensor; DeepSpeed came to support such with
+# ``engine.scale``. Before (to 0.18.2), only what goes through ``engine.backward`` is a backward pass.
+TENSOR_BACKWARD_METHODS: Final = ("_backward_prologue", "_backward_epilogue")
 OPTIMIZER_METHODS: Final = ("step",)
 
 
@@ -204,7 +200,8 @@ def resolve(model: Model, adapter: Adapter) -> tuple[Resolved, ...]:
     Raises:
         ProbeError: a required one is missing or has another signature.
     """
-    for name in ENGINE_METHODS:
+    tensor_backward = TENSOR_BACKWARD_METHODS if begins_at_tensors(model.engine) else ()
+    for name in (*ENGINE_METHODS, *tensor_backward):
         if not callable(getattr(model.engine, name, None)):
             missing(f"engine.{name}", "the step clock")
     for name in OPTIMIZER_METHODS:
@@ -213,25 +210,63 @@ def resolve(model: Model, adapter: Adapter) -> tuple[Resolved, ...]:
     for name in adapter.attributes:
         if not hasattr(model.optimizer, name):
             missing(f"{adapter.optimizer_class}.{name}", "finding spans")
-    found = (_resolve_probe(model, probe) for probe in adapter.probes)
-    return tuple(resolved for resolved in found if resolved is not None)
+    return resolve_probes(model, adapter.probes)
 
 
-def _resolve_probe(model: Model, probe: Probe) -> Resolved | None:
+def resolve_probes(model: Model, probes: tuple[Probe, ...]) -> tuple[Resolved, ...]:
+    """Bind probes: all that must, of each choice the first that does.
+
+    Raises:
+        ProbeError: a required one is missing, or any has another signature.
+    """
+    found: list[Resolved] = []
+    made: set[str] = set()
+    lacking: dict[str, list[str]] = {}
+    for probe in probes:
+        if probe.one_of in made:
+            continue
+        resolved = _resolve_probe(model, probe)
+        if isinstance(resolved, Resolved):
+            found.append(resolved)
+            if probe.one_of is not None:
+                made.add(probe.one_of)
+        elif probe.one_of is not None:
+            lacking.setdefault(probe.one_of, []).append(resolved)
+        elif probe.required or hasattr(model.owner(probe.owner), probe.method):
+            missing(resolved, f"point {probe.point}")
+    for choice in sorted(lacking.keys() - made):
+        missing(", nor ".join(lacking[choice]), f"{choice}, which is seen at one of them")
+    return tuple(found)
+
+
+def _resolve_probe(model: Model, probe: Probe) -> Resolved | str:
+    """Return the bound probe, or what of it is missing."""
     owner = model.owner(probe.owner)
     method: Callable[..., Any] | None = getattr(owner, probe.method, None)
-    if method is None and not probe.required:
-        return None
     if method is None:
-        missing(f"{type(owner).__name__}.{probe.method}", f"point {probe.point}")
+        return f"{type(owner).__name__}.{probe.method}"
     signature = signature_of(method)
     for name in probe.arguments:
         if name not in signature.parameters:
-            missing(f"argument {name} of {probe.method}{signature}", f"point {probe.point}")
+            return f"argument {name} of {type(owner).__name__}.{probe.method}{signature}"
     for name in probe.attributes:
         if not hasattr(model.optimizer, name):
-            missing(f"{type(model.optimizer).__name__}.{name}", f"point {probe.point}")
+            return f"{type(model.optimizer).__name__}.{name}"
     return Resolved(probe, owner, signature)
+
+
+def begins_at_tensors(engine: Any) -> bool:
+    """Say whether this release drives a backward pass that the caller starts at a tensor."""
+    return hasattr(type(engine), "scale")  # the engine itself passes on what its module has
+
+
+def divides_by_steps(engine: Any, asked: bool | None) -> bool | None:
+    """Return whether ``engine.backward`` is to divide by the accumulation steps.
+
+    Up to 0.18.2 the engine's attribute ``scale_wrt_gas`` outweighs the argument; later it is unread.
+    """
+    held = None if begins_at_tensors(engine) else getattr(engine, "scale_wrt_gas", None)
+    return asked if held is None else bool(held)
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:
@@ -255,7 +290,7 @@ def missing(what: str, purpose: str) -> NoReturn:
         f"no {what} in deepspeed {deepspeed_version()}",
         where="wrap(engine, ...), before anything was changed",
         expected=f"it, for {purpose}",
-        remedy="Use a DeepSpeed release that docs/coverage.md lists, or report this release.",
+        remedy="Use a DeepSpeed release that docs/deepspeed-compat.md lists, or report this one.",
     )
 
 

@@ -7,6 +7,7 @@ attributes: ``ipg_buckets`` (a bucket for each communication dtype) came with 0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -96,7 +97,14 @@ def _carries(model: Model, param: torch.nn.Parameter) -> bool:
 
 
 def _window_open(model: Model) -> bool:
-    if int(model.optimizer.micro_step_id) >= 0:
+    count = int(model.optimizer.micro_step_id)
+    first = count == 0 and int(model.engine.global_steps) == 0
+    # Up to 0.15.1 the first window begins at 0, and those after a step at -1 as in later releases.
+    if first and not hasattr(
+        sys.modules[type(model.optimizer).__module__], "INITIAL_MICRO_STEP_ID"
+    ):
+        count = -1
+    if count >= 0:
         return True
     # Stage 1 with non-contiguous gradients has no hooks, and counts no micro-steps.
     return any(_carries(model, param) for group in model.optimizer.bit16_groups for param in group)
@@ -172,7 +180,16 @@ ZERO12 = Adapter(
             "before",
             _local_accum,
             owner="engine",
+            one_of="local_accum",
             source="0.19.8 engine.py:3153; stage 1 reduces inside it or later",
+        ),
+        Probe(
+            "local_accum",
+            "backward",
+            "after",
+            _local_accum,
+            one_of="local_accum",
+            source="0.16.0 stage_1_and_2.py; engine.backward runs it, then reduces (to 0.16)",
         ),
         Probe(
             "bucket",

@@ -1,0 +1,1 @@
+"""Run the catalog on other releases of DeepSpeed: python -m tests.real.releases."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -36,16 +36,14 @@ class Fitted:
 
     Attributes:
         config: what DeepSpeed is given.
-        client: whether an AdamW of torch must be handed in, for the configuration names none.
+        client: the optimizer to hand in, or None where DeepSpeed makes it of the configuration.
         fp16: whether DeepSpeed must be told that this CPU computes fp16.
-        fused_adam: whether DeepSpeed's own Adam kernel is needed.
     """
 
     config: Config
     changes: tuple[Change, ...]
-    client: bool
+    client: Literal["adamw", "fused_adam"] | None
     fp16: bool
-    fused_adam: bool
 
 
 _TRAINER: Final = "auto: what the Hugging Face Trainer sets by default"
@@ -103,15 +101,20 @@ def fit(given: Mapping[str, Any], ranks: int, hidden: int) -> Fitted:
         *_resolve_autos(config, hidden),
         *_fit_batch(config, ranks),
     ]
-    client = not isinstance(config.get("optimizer"), Mapping)
-    half = [name for name in ("fp16", "bf16") if _get(config, f"{name}.enabled") is True]
+    half = any(_get(config, f"{name}.enabled") is True for name in ("fp16", "bf16"))
     stage0 = (_get(config, "zero_optimization.stage") or 0) == 0
-    changes += _add_optimizer(config) if client else _fit_optimizer(config, bool(half and stage0))
+    client: Literal["adamw", "fused_adam"] | None = None
+    if not isinstance(config.get("optimizer"), Mapping):
+        client = "adamw"
+        changes += _add_optimizer(config)
+    elif half and stage0 and _makes_fused_adam(config):
+        client = "fused_adam"
+        changes += _stand_in_for_fused_adam(config)
+    else:
+        changes += _fit_optimizer(config)
     config["steps_per_print"] = 10**9  # says nothing about gradients, and prints
-    fused = (
-        not client and _name(config) in _ADAMS and not _get(config, "optimizer.params.torch_adam")
-    )
-    return Fitted(config, tuple(changes), client, "fp16" in half or _autocasts(config), fused)
+    fp16 = _get(config, "fp16.enabled") is True or _autocasts(config)
+    return Fitted(config, tuple(changes), client, fp16)
 
 
 def build(module: torch.nn.Module, fitted: Fitted) -> tuple[Any, tuple[Change, ...]]:
@@ -133,7 +136,7 @@ def build(module: torch.nn.Module, fitted: Fitted) -> tuple[Any, tuple[Change, .
         why = "DeepSpeed refuses fp16 on this CPU; torch computes it in software"
         changes.append(Change("accelerator.is_fp16_supported()", False, True, why))
     parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4) if fitted.client else None
+    optimizer = None if fitted.client is None else _CLIENTS[fitted.client](parameters)
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
@@ -143,15 +146,36 @@ def build(module: torch.nn.Module, fitted: Fitted) -> tuple[Any, tuple[Change, .
     return engine, tuple(changes)
 
 
-def compile_fused_adam() -> None:
-    """Compile DeepSpeed's Adam kernel for CPUs, or find it compiled: once, not once a rank.
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
 
-    Raises:
-        Exception: whatever the compiler or DeepSpeed raises.
-    """
+
+def _fused_adam(parameters: Any) -> torch.optim.Optimizer:
+    """Return a FusedAdam to DeepSpeed's eyes that steps by torch: its kernel takes long to compile."""
     from deepspeed.ops.adam import FusedAdam
 
-    FusedAdam([torch.nn.Parameter(torch.zeros(1))])
+    class TorchStepped(FusedAdam):  # type: ignore[misc]
+        inner: torch.optim.AdamW | None = None
+
+        def __init__(self, parameters: Any) -> None:
+            torch.optim.Optimizer.__init__(self, parameters, {"lr": 1e-4})
+
+        def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+            torch.optim.Optimizer.zero_grad(self, *args, **kwargs)
+
+        def step(self, closure: Any = None) -> None:
+            if self.inner is None:  # DeepSpeed puts its own tensors into the groups first
+                self.inner = torch.optim.AdamW(self.param_groups)
+            self.inner.step()
+
+    optimizer: torch.optim.Optimizer = TorchStepped(parameters)
+    return optimizer
+
+
+_CLIENTS: Final[Mapping[str, Callable[[Any], torch.optim.Optimizer]]] = {
+    "adamw": _adamw,
+    "fused_adam": _fused_adam,
+}
 
 
 def _resolve_autos(config: Config, hidden: int) -> Iterator[Change]:
@@ -201,7 +225,22 @@ def _add_optimizer(config: Config) -> Iterator[Change]:
     yield Change("optimizer", None, "torch.optim.AdamW", why)
 
 
-def _fit_optimizer(config: Config, keep_fused: bool) -> Iterator[Change]:
+def _makes_fused_adam(config: Config) -> bool:
+    params = config["optimizer"].get("params")
+    return _name(config) in _ADAMS and not (
+        isinstance(params, Mapping) and params.get("torch_adam")
+    )
+
+
+def _stand_in_for_fused_adam(config: Config) -> Iterator[Change]:
+    """Keep the class, by which DeepSpeed chooses its FP16_Optimizer at stage 0."""
+    given = config.pop("optimizer").get("type")
+    config.setdefault("zero_allow_untested_optimizer", True)
+    why = "its kernel would have to be compiled here; the class is FusedAdam, as DeepSpeed makes it"
+    yield Change("optimizer", given, "a FusedAdam that steps by torch", why)
+
+
+def _fit_optimizer(config: Config) -> Iterator[Change]:
     name = _name(config)
     section = config["optimizer"]
     params = section.setdefault("params", {})
@@ -215,7 +254,7 @@ def _fit_optimizer(config: Config, keep_fused: bool) -> Iterator[Change]:
             "its kernel needs a GPU; ZeRO is the same",
         )
         section["type"], name = "AdamW", "adamw"
-    if name not in _ADAMS or params.get("torch_adam") or keep_fused:
+    if name not in _ADAMS or params.get("torch_adam"):
         return
     params["torch_adam"] = True
     config["zero_force_ds_cpu_optimizer"] = False

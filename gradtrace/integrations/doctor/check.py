@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from gradtrace.capture.adapters import standin
 from gradtrace.errors import EngineBuildError, GradtraceError, ProbeError
 from gradtrace.integrations.doctor import cost, rank
 from gradtrace.integrations.doctor.rank import Answer, Order
@@ -38,7 +37,9 @@ def check(
         answer = measured = _run(name, order)
         if model is not None and answer.refusal is None:
             progress("tracing two steps of the stand-in model")
-            measured = _run(name, dataclasses.replace(order, model=None, trace=trace))
+            measured = _run(
+                name, dataclasses.replace(order, model=None, trace=trace, params=("*",))
+            )
         found = Check(
             name=name,
             verdict=_verdict(answer.refusal or measured.refusal),
@@ -84,17 +85,11 @@ def _run(name: str, order: Order) -> Answer:
     Raises:
         EngineBuildError: it could not be built.
     """
-    failure = None
-    if standin.fit(order.config, order.ranks, rank.HIDDEN).fused_adam:
-        with rank.output_to(order.log):
-            failure = rank.tried(standin.compile_fused_adam)
-    answers = []
-    if failure is None:
-        try:
-            answers = run_ranks(order.ranks, rank.look_on, order)
-            failure = next((a.failure for a in answers if a.failure is not None), None)
-        except RankError as error:
-            failure = f"{_last_line(str(error))}; {_last_line(_read(order.log))}"
+    try:
+        answers = run_ranks(order.ranks, rank.look_on, order)
+        failure = next((a.failure for a in answers if a.failure is not None), None)
+    except RankError as error:
+        failure = f"{_last_line(str(error))}; {_last_line(_read(order.log))}"
     if failure is not None:
         raise EngineBuildError(
             f"an engine that DeepSpeed did not make: {rank.short(failure)}",

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -106,12 +107,16 @@ def _import_deepspeed() -> None:
     require_deepspeed("gradtrace doctor")
     os.environ.update(cpu_environment())
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forked, and must not share a GPU's context
-    warnings.simplefilter("ignore")
+    fresh = "deepspeed" not in sys.modules
     try:
-        # DeepSpeed's logger keeps the standard output that it finds at import, and writes to it.
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            warnings.catch_warnings(action="ignore"),
+        ):
             import_once()
-        logging.getLogger("DeepSpeed").handlers.clear()
+        if fresh:  # its logger keeps the standard output that it found at import
+            logging.getLogger("DeepSpeed").handlers.clear()
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise MissingDependencyError(

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def look_on(rank: int, order: Order) -> Answer:
     """Do what is ordered on one rank; `run_ranks` calls it."""
     with output_to(order.log):
         logging.disable(logging.CRITICAL)
+        warnings.simplefilter("ignore")
         return _build_and_look(order)
 
 

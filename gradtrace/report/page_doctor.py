@@ -90,7 +90,9 @@ def _trouble(check: Check) -> Section | None:
 
 
 def _more() -> Section | None:
-    text = "records and bytes are those of one step on the rank that records most."
+    text = (
+        "Each stage with defaults. Records and bytes: of one step, on the rank that records most."
+    )
     command = ("gradtrace doctor --config ds_config.json", "all about your own configuration")
     return section("More", Prose(text, "dim"), Commands((command,)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,10 +82,10 @@ def test_every_probe_is_named_with_its_place_in_the_installed_deepspeed(tmp_path
             assert probe.place is not None
             file, _, line = probe.place.rpartition(":")
             source = (root / file).read_text(encoding="utf-8").splitlines()
-            near = "".join(
+            near = "\n".join(
                 source[int(line) - 1 : int(line) + 4]
             )  # decorators stand before the name
-            assert f"def {probe.method.rpartition('__')[2]}" in near or probe.method in near
+            assert f"def {re.sub(r'^_[A-Za-z0-9_]+?(?=__)', '', probe.method)}(" in near
 
 
 def test_a_refused_configuration_is_named_with_the_reason(
@@ -323,7 +324,7 @@ def test_without_a_config_each_stage_is_told(capsys: pytest.CaptureFixture[str])
     status = run(["doctor"])
     text = capsys.readouterr().out
     for stage in (0, 1, 2, 3):
-        assert f"stage {stage} with defaults" in text
+        assert f"stage {stage} " in text
     assert status in (0, 1)
     assert (status == 0) == ("refused" not in text)
 

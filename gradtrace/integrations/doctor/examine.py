@@ -78,7 +78,7 @@ def examine(
 def _configurations(path: Path | None) -> dict[str, Mapping[str, Any]]:
     if path is None:
         return {
-            f"stage {stage} with defaults": {
+            f"stage {stage}": {
                 "train_micro_batch_size_per_gpu": 2,
                 "optimizer": {"type": "AdamW"},
                 "zero_optimization": {"stage": stage},

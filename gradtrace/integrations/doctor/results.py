@@ -121,7 +121,7 @@ class Check:
     """Hold what is known of one configuration.
 
     Attributes:
-        name: the file, or ``stage 2 with defaults``.
+        name: the file, or ``stage 2`` for that stage with defaults.
         optimizer: class of the engine's optimizer; empty when there is no engine.
         adapter: which adapter knows that class, or None.
         effective: settings as engine and optimizer hold them; empty when refused.

@@ -105,6 +105,12 @@ class UnsupportedEngineError(GradtraceError):
     slug = "unsupported_engine"
 
 
+class EngineBuildError(GradtraceError):
+    """DeepSpeed makes no engine of the ds_config, on this machine."""
+
+    slug = "engine_not_built"
+
+
 class ProbeError(GradtraceError):
     """A method or attribute that a probe needs is not there in the installed DeepSpeed."""
 

@@ -18,6 +18,7 @@ from gradtrace.errors import BadOptionError, GradtraceError
 # Each command stands in a module of its name and is imported only when it runs; --help needs none.
 COMMANDS: Final = {
     "demo": "Trace two small ZeRO runs that disagree, and explain why.",
+    "doctor": "Say what can be traced here: probes, points, laws, cost.",
     "run": "Run a training script with every DeepSpeed engine traced.",
     "info": "Say what is in a trace.",
     "diff": "Find the first place where two traces disagree, and whom to blame.",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradtrace.analysis.audit import audit
-from gradtrace.errors import BadOptionError, CaptureError, MissingDependencyError, TraceExistsError
+from gradtrace.errors import BadOptionError, CaptureError, TraceExistsError
+from gradtrace.testing.ranks import cpu_environment, require_deepspeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,7 @@ def run_demo(out_dir: Path, progress: Callable[[str], None]) -> DemoTraces:
         TraceExistsError: the directory holds the traces of an earlier demo.
         CaptureError: a training failed.
     """
-    for package in ("torch", "deepspeed"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"no {package}",
-                where="gradtrace demo",
-                expected="torch and deepspeed, to train with",
-                remedy="Install them; from a checkout: pip install -c constraints.txt '.[deepspeed]'",
-            )
+    require_deepspeed("gradtrace demo")
     if out_dir.exists() and not out_dir.is_dir():
         raise BadOptionError(
             "a file",
@@ -76,13 +68,13 @@ def run_demo(out_dir: Path, progress: Callable[[str], None]) -> DemoTraces:
             )
     release = importlib.metadata.version("deepspeed")
     progress(f"training under ZeRO-2 and ZeRO-3 (deepspeed {release}, 2 CPU ranks)")
-    facts = _train(out_dir, release, ("2", "3"), plant=False)
+    facts = _train(out_dir, ("2", "3"), plant=False)
     planted = False
     if audit(out_dir / "zero2").verdict == "pass":
         # The installed release accumulates by hand correctly: the bug has to be put back.
         progress(f"deepspeed {release} does not have the bug: planting it, and training once more")
         (out_dir / "zero2").rename(out_dir / "zero2-as-released")
-        facts["losses"].update(_train(out_dir, release, ("2",), plant=True)["losses"])
+        facts["losses"].update(_train(out_dir, ("2",), plant=True)["losses"])
         planted = True
     return DemoTraces(
         baseline=out_dir / "zero2",
@@ -94,16 +86,8 @@ def run_demo(out_dir: Path, progress: Callable[[str], None]) -> DemoTraces:
     )
 
 
-def _train(out_dir: Path, release: str, stages: tuple[str, ...], *, plant: bool) -> Any:
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        # Releases load each other's operators from one cache, and fail.
-        "TORCH_EXTENSIONS_DIR": str(Path(tempfile.gettempdir()) / f"gradtrace-ops-{release}"),
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        # DeepSpeed looks for ninja on the path, and it is installed beside the interpreter.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    }
+def _train(out_dir: Path, stages: tuple[str, ...], *, plant: bool) -> Any:
+    environment = {**os.environ, **cpu_environment()}
     command = [sys.executable, "-m", "gradtrace.testing.demo_train", str(out_dir), *stages]
     done = subprocess.run(
         command + ["--plant"] * plant, env=environment, capture_output=True, text=True, check=False

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
+
+from gradtrace.errors import GradtraceError, MissingDependencyError
 
 TIMEOUT_S: Final = 120.0
 
@@ -61,6 +66,40 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
                     process.join()
 
 
+def require_deepspeed(command: str) -> None:
+    """Refuse to go on without torch and deepspeed.
+
+    Raises:
+        MissingDependencyError: one of them is not installed.
+    """
+    for package in ("torch", "deepspeed"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"no {package}",
+                where=command,
+                expected="torch and deepspeed, to train with",
+                remedy="Install them; from a checkout: pip install -c constraints.txt '.[deepspeed]'",
+            )
+
+
+def cpu_environment() -> dict[str, str]:
+    """Return the environment in which DeepSpeed trains on CPUs, beside what is set already.
+
+    It must be set before deepspeed is imported for the first time.
+    """
+    release = importlib.metadata.version("deepspeed")
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Releases load each other's operators from one cache, and fail.
+        "TORCH_EXTENSIONS_DIR": os.environ.get(
+            "TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir()) / f"gradtrace-ops-{release}")
+        ),
+        # DeepSpeed looks for ninja on the path, and it is installed beside the interpreter.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+
+
 def import_once() -> None:
     """Import what every rank would import by itself, so that forked ranks find it done."""
     import deepspeed  # noqa: F401
@@ -96,8 +135,6 @@ def _child(
         prepare_rank(rank, world_size, store)
         answer = ("result", function(rank, *args))
     except BaseException as error:  # whatever it is, the parent must hear of it
-        from gradtrace.errors import GradtraceError
-
         known = error if isinstance(error, GradtraceError) else None
         answer = ("error", (known, traceback.format_exc()))
     try:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
-import tempfile
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("no deepspeed", allow_module_level=True)
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR",
-    str(Path(tempfile.gettempdir()) / f"gradtrace-ops-{importlib.metadata.version('deepspeed')}"),
-)
+from gradtrace.testing.ranks import cpu_environment
+from tests.real.measure import Runs
+
+os.environ.update(cpu_environment())  # before anything imports deepspeed
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Train and audit each entry of the catalog once, for all the tests that ask for it."""
+    return Runs(tmp_path_factory.mktemp("catalog"))

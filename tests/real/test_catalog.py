@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable
 
 import pytest
 
-import gradtrace
 from gradtrace import errors
+from gradtrace.trace.reader import Trace
+from gradtrace.trace.records import Record
+from tests.real import coverage, pairs
 from tests.real.catalog import ENTRIES
 from tests.real.catalog.entry import Entry
-from tests.real.training import train
+from tests.real.expected import faults
+from tests.real.measure import Measured
 
+Measure = Callable[[Entry], Measured]
 TRACED = [entry for entry in ENTRIES if entry.refused is None]
 REFUSED = [entry for entry in ENTRIES if entry.refused is not None]
+AT_LEAST = 126  # pairs that there are; the catalog must not shrink
+AT_MOST = 260  # pairs that are compared here; `python -m tests.real.coverage --pairs` compares all
+PAIRS = pairs.pairs(ENTRIES, most=AT_MOST)
+
+
+def test_entries_are_distinct() -> None:
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
 
 
 @pytest.mark.parametrize("entry", TRACED, ids=lambda entry: entry.name)
 def test_traced_runs_train_as_if_untraced_and_are_judged_right(
-    entry: Entry, tmp_path: Path
+    entry: Entry, measured: Measure
 ) -> None:
-    assert train(entry.setup, tmp_path / "trace") == train(entry.setup, None)
-    result = gradtrace.audit(tmp_path / "trace")
+    run = measured(entry)
+    assert run.refusal is None, run.refusal
+    assert run.traced == run.untraced
+    result = run.audit
+    assert result is not None
     if entry.finding is None:
         assert result.verdict == "pass", (result.first, result.notes)
     else:
@@ -32,11 +47,85 @@ def test_traced_runs_train_as_if_untraced_and_are_judged_right(
     assert result.laws["unscale_clip"].checked > 0
 
 
+@pytest.mark.parametrize("entry", TRACED, ids=lambda entry: entry.name)
+def test_every_point_records_each_element_as_often_as_it_must_and_when(
+    entry: Entry, measured: Measure
+) -> None:
+    run = measured(entry)
+    assert run.refusal is None, run.refusal
+    assert faults(run.open(), entry.setup)[:5] == []
+
+
 @pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.name)
 def test_what_cannot_be_traced_is_refused_by_name_before_anything_is_replaced(
-    entry: Entry, tmp_path: Path
+    entry: Entry, measured: Measure
 ) -> None:
     assert entry.refused is not None
-    with pytest.raises(errors.UnsupportedEngineError, match=entry.refused):
-        train(entry.setup, tmp_path / "trace")
-    assert not (tmp_path / "trace").exists()
+    run = measured(entry)
+    assert isinstance(run.refusal, errors.UnsupportedEngineError), run.refusal
+    assert entry.refused in str(run.refusal)
+    assert not run.path.exists()
+
+
+def test_configurations_that_must_agree_do(measured: Measure) -> None:
+    assert len(pairs.pairs(ENTRIES, most=None)) >= AT_LEAST
+    results = pairs.compare(measured, PAIRS)
+    bad = [
+        (one.name, other.name, result)
+        for (one, other), result in zip(PAIRS, results, strict=True)
+        if not result.good
+    ]
+    assert not bad, (len(bad), bad[:3])
+
+
+def test_the_page_of_coverage_is_what_running_gives(measured: Measure) -> None:
+    import deepspeed
+
+    text = coverage.PAGE.read_text(encoding="utf-8")
+    if f"DeepSpeed {deepspeed.__version__}," not in text:
+        pytest.skip("the page is of another release")
+    fresh = coverage.page([measured(entry) for entry in ENTRIES], deepspeed.__version__)
+    stale = sorted(set(fresh.splitlines()) ^ set(text.splitlines()))
+    assert fresh == text, f"run python -m tests.real.coverage; lines that differ: {stale[:4]}"
+
+
+# --- the check of the counts must be able to fail --------------------------------------------------
+
+
+def _twice(records: list[Record], at: int) -> list[Record]:
+    return [*records, dataclasses.replace(records[at], occurrence=records[at].occurrence + 1)]
+
+
+def _never(records: list[Record], at: int) -> list[Record]:
+    return records[:at] + records[at + 1 :]
+
+
+def _elsewhen(records: list[Record], at: int) -> list[Record]:
+    wrong = dataclasses.replace(records[at], micro_step=1 - (records[at].micro_step or 0))
+    return [*records[:at], wrong, *records[at + 1 :]]
+
+
+def _change(trace: Trace, point: str, how: Callable[[list[Record], int], list[Record]]) -> Trace:
+    rank = max(trace.ranks)  # the one whose shard cuts a parameter
+    held = trace.ranks[rank]
+    at = next(
+        n
+        for n, r in enumerate(held.records)
+        if r.point == point and (r.step, r.micro_step) != (0, 1)
+    )
+    changed = dataclasses.replace(held, records=tuple(how(list(held.records), at)))
+    return dataclasses.replace(trace, ranks={**trace.ranks, rank: changed})
+
+
+@pytest.mark.parametrize("how", (_twice, _never, _elsewhen))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_record_too_many_too_few_or_at_another_time_is_noticed_at_every_point(
+    stage: int, how: Callable[[list[Record], int], list[Record]], measured: Measure
+) -> None:
+    entry = next(entry for entry in TRACED if entry.setup.stage == stage)
+    trace = measured(entry).open()
+    assert faults(trace, entry.setup) == []
+    points = {record.point for record in trace.ranks[1].records}
+    assert len(points) >= 7
+    for point in points:
+        assert faults(_change(trace, point, how), entry.setup), point

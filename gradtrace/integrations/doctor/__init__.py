@@ -1,0 +1,1 @@
+"""Find out what gradtrace can trace on this machine: build engines for real, and trace a step."""

@@ -133,6 +133,30 @@ def _terms(
     return terms
 
 
+def _parts(
+    scene: Scene, event: Event, inputs: _Inputs, start: int, stop: int
+) -> list[tuple[int, Estimate]]:
+    """Split a buffer into what each micro-step added to it, as far back as that was recorded."""
+    parts: list[tuple[int, Estimate]] = []
+    at, now = event, inputs
+    while True:
+        number = int(at.record.micro_step or 0)
+        if now.gradients:
+            parts.append((number, gradient(scene, now.gradients, start, stop, event.dtype)))
+        if now.carry is None:
+            break
+        at = now.carry
+        before = _inputs(scene, at) if at.record.point == "local_accum" else None
+        if before is None or isinstance(before, Lack):
+            values = scene.alignment.cut(at, start, stop)
+            if values is not None:
+                held = cast(exact(values), at.dtype, event.dtype)
+                parts.append((int(at.record.micro_step or 0), held))
+            break
+        now = before
+    return parts[::-1]
+
+
 def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: int) -> None:
     record = event.record
     found = scene.alignment.cut(event, start, stop)
@@ -170,7 +194,7 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
         values = None if earlier is None else scene.alignment.cut(earlier, start, stop)
         yield from micro_step_hypotheses(
             context,
-            terms,
+            _parts(scene, event, inputs, start, stop),
             carry=None if carry is None else terms[0][1],
             before=None if values is None else exact(values),
         )

@@ -23,6 +23,7 @@ _LAGS: Final = 3
 _SMALLEST_OVERLAP: Final = 4
 _LARGEST_SHIFT: Final = 0.25  # of the length, where nothing is known of what came in at the edge
 _MOST_TIMES: Final = 64
+_MOST_RUNS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Hypothesis:
         exempt: elements of which the hypothesis says nothing, or ``None``.
         score: its own weight of evidence (see `Candidate`), where the distance does not tell.
         rank: the guilty rank, where the hypothesis names one.
+        factor: what the expected values were multiplied with, where that is all it says.
     """
 
     cause: str
@@ -44,6 +46,7 @@ class Hypothesis:
     exempt: Mask | None = None
     score: float | None = None
     rank: int | None = None
+    factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Context:
         dtype: the coarsest dtype on the path.
         stored: dtype of the record.
         factors: well-known factors by name, such as ``the world size``.
+        averages: whether the hop itself takes the mean over the ranks, so that it can forget to.
     """
 
     point: str
@@ -76,6 +80,7 @@ class Context:
     dtype: Dtype
     stored: Dtype
     factors: Mapping[str, float]
+    averages: bool = True
 
 
 def weighted(parts: Sequence[tuple[float, Estimate]], dtype: Dtype) -> Estimate:
@@ -156,6 +161,9 @@ def micro_step_hypotheses(
             yield Hypothesis(
                 "dropped_micro_steps", f"{survivors([0, last])} (first and last)", ends
             )
+        for kept in _runs(len(parts)):
+            some = weighted([(1.0, parts[at][1]) for at in kept], dtype)
+            yield Hypothesis("dropped_micro_steps", survivors(kept), some)
     for at, (number, part) in enumerate(parts):
         if len(parts) > 1:
             rest = [n for n in range(len(parts)) if n != at]
@@ -182,6 +190,13 @@ def micro_step_hypotheses(
                 weighted([(1.0, now), (1.0, before)], dtype),
             )
         yield Hypothesis("stale", f"{point} still holds what the step before left there.", before)
+
+
+def _runs(count: int) -> Iterator[range]:
+    """Yield the micro-steps that survive when a buffer starts anew, or stops, in the middle."""
+    for at in range(2, min(count - 1, _MOST_RUNS)):
+        yield range(count - at, count)
+        yield range(at)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -295,7 +310,7 @@ def named(factor: float, context: Context) -> tuple[float | None, str]:
     if known:
         return known[0][0], f"{known[0][0]:.6g} ({' or '.join(words for _, words in known)})"
     near = round(factor)
-    if near and abs(factor / near - 1) <= tolerance:
+    if near not in (0, 1) and abs(factor / near - 1) <= tolerance:
         return float(near), f"{near}"
     return None, f"{factor:.6g}"
 
@@ -313,12 +328,15 @@ def _scaled(found: Float64, estimate: Estimate, context: Context) -> Iterator[Hy
         if not 1 / least < value < least and value != -1:
             cause = "scaled"
             world = context.factors.get(WORLD)
-            if world is not None and value in (world, 1 / world):
-                cause = "not_averaged" if value > 1 else "averaged_twice"
+            if value == world and context.averages:
+                cause = "not_averaged"
+            elif world is not None and value == 1 / world:
+                cause = "averaged_twice"
             yield Hypothesis(
                 cause,
                 f"{context.point} is {words} times what it should be.",
                 weighted([(value, estimate)], context.dtype),
+                factor=value,
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from gradtrace.trace.dtypes import DTYPES, Float64
 
 # These need no knowledge of the hop but a factor, which `mutators` cannot know of a synthetic run.
 _FACTORS: Final = ("not_unscaled", "wrong_clip")
+_SUMS: Final = ("accumulate_local", "accumulate")  # hops that add to what they held
 
 
 def keep_last_micro_step_only(engine: Any) -> None:
@@ -228,8 +230,11 @@ class _Spoiler:
         self._own: dict[str, Float64] = {}
         self._contributed: dict[tuple[str, int], Float64] = {}
         self._parts: dict[tuple[str, int], list[Float64]] = {}
-        self._last: dict[tuple[str, int], tuple[int, Float64]] = {}  # the latest result, its step
-        self._kept: dict[tuple[str, int], Float64] = {}  # the result that the step before ended with
+        # The latest result, with its step and micro-step.
+        self._last: dict[tuple[str, int], tuple[int, int, Float64]] = {}
+        self._kept: dict[
+            tuple[str, int], Float64
+        ] = {}  # the result that the step before ended with
 
     def install(self) -> None:
         """Replace the site's method, and watch what an accumulation adds."""
@@ -322,7 +327,7 @@ class _Spoiler:
             key = (name, stretch.start)
             last = self._last.get(key)
             if last is not None and last[0] != step:
-                self._kept[key] = last[1]
+                self._kept[key] = last[2]
             if last is None or last[0] != step:
                 self._parts[key] = []
             now = self._contributed.get(key, values)
@@ -330,7 +335,7 @@ class _Spoiler:
             chosen = fault.param in (None, name) and fault.kind != "rank_missing"
             if not chosen or not self._strikes_now():
                 continue
-            peers = {
+            peers: Mapping[str, Float64] = {
                 other: theirs
                 for other, (_, theirs) in sorted(results.items())
                 if other != name and theirs.size == values.size
@@ -345,14 +350,17 @@ class _Spoiler:
             if name in spoiled:
                 stretch.values.copy_(torch.from_numpy(spoiled[name]))
                 self._planted.struck(fault, stretch, values, _widened(stretch.values))
-            self._last[name, stretch.start] = (step, _widened(stretch.values))
+            left = _widened(stretch.values)
+            self._last[name, stretch.start] = (step, self._planted.clock.micro_step, left)
 
     def _earlier(self, name: str, size: int) -> Mapping[str, Float64]:
-        """Return other parameters' results of this step, where each comes in a call of its own."""
+        """Return other parameters' results of now, where each comes in a call of its own."""
+        now = (self._planted.clock.step, self._planted.clock.micro_step)
+        latest = sorted(self._last.items(), key=lambda item: item[0])
         return {
             other: values
-            for (other, _), (step, values) in sorted(self._last.items())
-            if other != name and values.size == size and step == self._planted.clock.step
+            for (other, _), (*when, values) in latest
+            if other != name and values.size == size and tuple(when) == now
         }
 
     def _spoil(
@@ -365,13 +373,13 @@ class _Spoiler:
         last = self._last.get(key)
         kept = self._kept.get(key, zeros)
         fresh = last is None or last[0] != self._planted.clock.step
-        carry = zeros if fresh or last is None else last[1]
+        earlier = zeros if fresh or last is None else last[2]
         own = self._own.get(key[0])
         hop = Hop(
             values=values,
             now=now,
-            carry=carry,
-            before=kept if fresh else carry,
+            carry=earlier if fault.law in _SUMS else zeros,
+            before=kept if fresh else earlier,
             last_step=kept,
             own=values if own is None else own[key[1] : key[1] + values.size],
             ranks=(values,),
@@ -383,8 +391,6 @@ class _Spoiler:
 
 
 def _module_of(thing: Any) -> Any:
-    import sys
-
     return sys.modules[type(thing).__module__]
 
 

@@ -99,7 +99,7 @@ def _members12(live: Live, dtype: Any) -> Iterator[tuple[int, Any, int]]:
         offset += param.numel()
 
 
-def _packed12(live: Live, _: Call) -> Iterator[Stretch]:
+def _packed12(live: Live, call: Call) -> Iterator[Stretch]:
     optimizer = live.optimizer
     for dtype, bucket in optimizer.ipg_buckets.items():
         for _, param, offset in _members12(live, dtype):
@@ -137,7 +137,7 @@ def _shard12(live: Live, call: Call) -> Iterator[Stretch]:
                 yield Stretch(live.name(param), start, gradient.view(-1)[start : start + numel])
 
 
-def _accumulated12(live: Live, _: Call) -> Iterator[Stretch]:
+def _accumulated12(live: Live, call: Call) -> Iterator[Stretch]:
     optimizer = live.optimizer
     for group, params in enumerate(optimizer.bit16_groups):
         averaged = optimizer.averaged_gradients.get(group)

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, underflow
-from gradtrace.analysis.hypotheses import Hypothesis, weighted
+from gradtrace.analysis.hypotheses import FEWEST_FREE, Hypothesis, weighted
 from gradtrace.analysis.laws.common import Lack, Place, Scene, check
 from gradtrace.trace.dtypes import DTYPES, Float64
 from gradtrace.trace.records import Json
@@ -112,10 +112,14 @@ def _check_span(
         if factor.scale != 1:
             words = f"The loss scale ({factor.scale:g}) was not divided out."
             yield Hypothesis(
-                "not_unscaled", words, weighted([(factor.scale, estimate)], event.dtype)
+                "not_unscaled",
+                words,
+                weighted([(factor.scale, estimate)], event.dtype),
+                factor=factor.scale,
             )
         seen = _measured(found, master)
-        if seen is not None:
+        # One free number explains a few elements whatever happened.
+        if seen is not None and np.count_nonzero(master) >= FEWEST_FREE:
             words = (
                 f"master_grad was multiplied by {seen:.9g}; the recorded norm, clip value and loss "
                 f"scale give {factor.value:.9g}."
@@ -124,6 +128,7 @@ def _check_span(
                 "wrong_clip" if factor.clips else "scaled",
                 words,
                 weighted([(seen, exact(master))], event.dtype),
+                factor=seen / factor.value,
             )
 
     check(scene, place, found, estimate, context=context, hypotheses=hypotheses)

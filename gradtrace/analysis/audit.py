@@ -83,6 +83,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         replicate.check(scene)
         seed.check(scene)
         master.check_padding(scene)
+        master.check_overflow(scene)
         if step == chosen[0]:
             partition.check_tiling(scene)
         for parameter in alignment.captured():

@@ -14,6 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from gradtrace.analysis.bounds import Estimate, Mask, gamma
+from gradtrace.analysis.fit import SMALLEST_EFFECT
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
 
 ULPS: Final = 4  # roundings that a wrong path may have beyond the right one
@@ -322,7 +323,7 @@ def _scaled(found: Float64, estimate: Estimate, context: Context) -> Iterator[Hy
     exact, words = named(factor, context)
     # One free number explains a few elements whatever happened: then only well-known ones count.
     free = int(np.count_nonzero(estimate.value)) >= FEWEST_FREE
-    least = 1 + 16 * context.dtype.unit_roundoff
+    least = 1 + min(16 * context.dtype.unit_roundoff, SMALLEST_EFFECT[context.dtype.name])
     values = ([] if exact is None else [exact]) + ([factor] if free else [])
     for value in dict.fromkeys(values):
         if not 1 / least < value < least and value != -1:

@@ -461,7 +461,10 @@ def _order_mismatch(planted: Planted, fault: Fault) -> None:
             for dtype, bucket in optimizer.ipg_buckets.items():
                 if bucket.params:
                     _misorder(planted, fault, bucket, dtype)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.params = list(bucket.params)
+        return result
 
     _replace(optimizer, site.method, around)
 
@@ -470,10 +473,9 @@ def _misorder(planted: Planted, fault: Fault, bucket: Any, dtype: Any) -> None:
     optimizer = planted.live.optimizer
     if hasattr(optimizer, "partition_grads"):
         bucket.params = _Misordered(bucket.params)
-        pair = _equal_sized([param.ds_numel for param in sorted(bucket.params, key=_ds_id)])
-        if pair is not None:
-            first = sorted(bucket.params, key=_ds_id)[pair[0]]
-            planted.note(fault, planted.clock.micro_step, planted.live.name(first))
+        ordered = sorted(bucket.params, key=lambda param: int(param.ds_id))
+        for at in _equal_sized([param.ds_numel for param in ordered]) or ():
+            planted.note(fault, planted.clock.micro_step, planted.live.name(ordered[at]))
         return
     params = [optimizer.param_dict[number] for _, _, number in bucket.params]
     pair = _equal_sized([param.numel() for param in params])
@@ -490,11 +492,8 @@ def _misorder(planted: Planted, fault: Fault, bucket: Any, dtype: Any) -> None:
         gradient = optimizer.get_gradient_for_reduction(params[at])
         gradient.data = view.view_as(gradient)
     bucket.params[one], bucket.params[two] = bucket.params[two], bucket.params[one]
-    planted.note(fault, planted.clock.micro_step, planted.live.name(params[one]))
-
-
-def _ds_id(param: Any) -> int:
-    return int(param.ds_id)
+    for at in pair:
+        planted.note(fault, planted.clock.micro_step, planted.live.name(params[at]))
 
 
 _SPECIAL: Final[Mapping[tuple[str, str], Callable[[Planted, Fault], None]]] = {

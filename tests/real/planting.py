@@ -325,6 +325,8 @@ def _wrong(one: Draw, struck: dict[tuple[int, str], float], result: AuditResult)
     named = {name for name in (first.param, *first.folded) if name is not None}
     if fault.law == "seed" or fault.kind == "boundary_mismatch":
         may = must = set()
+    if fault.kind == "order_mismatch":
+        must = {first.param} if first.param in may else may  # either of the two that meet
     if not must <= named <= may:
         yield f"parameters {sorted(named)} of {sorted(must)}"
     named_rank = first.rank if first.guilty is None else first.guilty

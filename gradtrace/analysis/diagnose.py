@@ -17,15 +17,8 @@ import numpy as np
 
 from gradtrace.analysis.bounds import Estimate, Mask, breaks, relative_l2
 from gradtrace.analysis.fit import fit
-from gradtrace.analysis.hypotheses import (
-    Context,
-    Design,
-    Hypothesis,
-    anything,
-    factor_of,
-    named,
-    weighted,
-)
+from gradtrace.analysis.generic import anything, factor_of, named
+from gradtrace.analysis.hypotheses import Context, Design, Hypothesis, weighted
 from gradtrace.trace.dtypes import Float64
 
 LIKELIER: Final = 2.0  # a hypothesis this much closer to the data is preferred to an earlier one

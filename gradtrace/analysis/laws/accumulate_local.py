@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, zeros
-from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses
+from gradtrace.analysis.hypotheses import (
+    Design,
+    Hypothesis,
+    micro_step_hypotheses,
+    weighed,
+)
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -198,6 +203,8 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
             carry=None if carry is None else terms[0][1],
             before=None if values is None else exact(values),
         )
+        if carry is not None and len(terms) == 2:
+            yield from weighed(found, terms[0][1], terms[1], context.point, event.dtype)
         yield from _swapped(scene, event)
 
     check(

@@ -1,6 +1,6 @@
 """Plant faults into live DeepSpeed runs and score what `gradtrace audit` says of each.
 
-    python benchmarks/planted_faults.py [--seed N] [--faults N] [--only WORDS] [--out FILE]
+    python benchmarks/planted_faults.py [--seed N] [--faults N] [--only WORDS] [--jobs N] [--out FILE]
 
 Draws from every kind of fault x hop x stage x dtype that `tests/real/planting.py` lists, trains 2 or
 3 CPU ranks with the fault in DeepSpeed's own methods, audits the trace, and compares: law, step,
@@ -14,11 +14,13 @@ gradient is zeroed, or the twin that a swap needs is not in the same call.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 import time
 import zlib
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from gradtrace.testing.ranks import import_once
 from tests.real import planting
 from tests.real.planting import Draw, Kind, Score
 
@@ -116,19 +119,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--faults", type=int, default=0, help="how many; 0 is one of every kind")
     parser.add_argument("--only", default="", help="such as 'z2-fp32 reduce scaled'")
+    parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time")
     parser.add_argument("--out", type=Path, help="write the full table there")
     options = parser.parse_args()
     start = time.monotonic()
     scores: list[Score] = []
     redrawn = 0
     print(HEAD)
-    for number, (name, kind) in enumerate(chosen(options.seed, options.faults, options.only)):
-        score, again = score_one(options.seed, number, name, kind)
-        redrawn += again
-        scores.append(score)
-        print(row(score), flush=True)
-        if score.wrong or not score.cause:
-            print(f"<!-- {score.draw.title}: {[f.detail for f in score.findings]} -->", flush=True)
+    work = enumerate(chosen(options.seed, options.faults, options.only))
+    tasks = [(options.seed, number, name, kind) for number, (name, kind) in work]
+    import_once()
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        for score, again in pool.map(score_one, *zip(*tasks, strict=True)):
+            redrawn += again
+            scores.append(score)
+            print(row(score), flush=True)
+            if score.wrong or not score.cause:
+                details = [finding.detail for finding in score.findings]
+                print(f"<!-- {score.draw.title}: {details} -->", flush=True)
     table = summary(scores)
     tail = f"{redrawn} plants were invisible and drawn again; {time.monotonic() - start:.0f} s."
     print(f"\n{table}\n\n{tail}")

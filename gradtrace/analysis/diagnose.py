@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from gradtrace.analysis.bounds import Estimate, Mask, breaks, relative_l2
+from gradtrace.analysis.bounds import Estimate, Mask, breaks, gamma, relative_l2
 from gradtrace.analysis.fit import fit
-from gradtrace.analysis.generic import anything, factor_of, named
-from gradtrace.analysis.hypotheses import Context, Design, Hypothesis, weighted
+from gradtrace.analysis.generic import anything, factor_of, fits_in, named
+from gradtrace.analysis.hypotheses import ULPS, Context, Design, Hypothesis, weighted
 from gradtrace.trace.dtypes import Float64
 
 LIKELIER: Final = 2.0  # a hypothesis this much closer to the data is preferred to an earlier one
@@ -27,6 +27,7 @@ MOST_SCORE: Final = 300.0
 TINY: Final = 8  # elements; fewer are explained by too much
 FEW: Final = 64  # elements whose values are kept until all parameters are seen
 _OWN: Final = ("swapped", "non_finite")  # causes that say something of one parameter alone
+_NUMBERED: Final = ("rank_missing", "scaled", "wrong_clip")  # which rank, which factor
 _WHOLE: Final = 0.9
 _DENSE: Final = 0.5
 
@@ -41,6 +42,7 @@ class Candidate:
         score: minus log10 of the chance that values as wrong as these fit by accident.
         rank: the guilty rank, where the cause names one.
         factor: what the expected values were multiplied with, where that is all the cause says.
+        bits: to how many significant bits they were rounded, where that is all it says.
     """
 
     cause: str
@@ -48,6 +50,7 @@ class Candidate:
     score: float
     rank: int | None = None
     factor: float | None = None
+    bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,9 @@ def explain(
             fitting.append((hypothesis, *result))
         else:
             refuted.add((hypothesis.cause, hypothesis.detail))
-    also = tuple(Candidate(h.cause, h.detail, score, h.rank, h.factor) for h, _, score in fitting)
+    also = tuple(
+        Candidate(h.cause, h.detail, score, h.rank, h.factor, h.bits) for h, _, score in fitting
+    )
     tested = Tested(context, frozenset(refuted), few)
     sure = [entry for entry in fitting if entry[2] >= SURE]
     if sure:
@@ -133,15 +138,20 @@ def transfers(cause: Candidate, tested: Tested | None) -> bool:
 
     It may where it holds on the records, or where too few elements were judged to test it at all.
     """
-    if tested is None or cause.cause in _OWN or (cause.cause, cause.detail) in tested.refuted:
-        return False
-    if tested.values is None:
+    if tested is None or tested.values is None or cause.cause in _OWN:
         return False
     found, estimate = tested.values
     if cause.factor is not None:
         scaled = weighted([(cause.factor, estimate)], tested.context.dtype)
         return not breaks(found, scaled).any()
-    return len(found) < TINY
+    if cause.bits is not None:
+        size = np.abs(estimate.value) + estimate.error
+        coarse = replace(estimate, error=estimate.error + gamma(ULPS, 2.0**-cause.bits) * size)
+        return not breaks(found, coarse).any() and fits_in(found, cause.bits)
+    if len(found) >= TINY or (cause.cause, cause.detail) in tested.refuted:
+        return False
+    # Other sentences of the same cause may be refuted, but where they differ in a number.
+    return cause.cause in _NUMBERED or all(other != cause.cause for other, _ in tested.refuted)
 
 
 def _test(

@@ -166,13 +166,9 @@ def _rounded(found: Float64, estimate: Estimate, context: Context) -> Iterator[H
     finite = found[np.isfinite(found) & (found != 0)]
     if len(finite) < _SMALLEST_OVERLAP:
         return
-    mantissa = np.frexp(finite)[0]
     stored = round(-np.log2(context.stored.unit_roundoff))
-    for bits in range(2, stored):
-        shifted = mantissa * 2.0**bits
-        if (shifted == np.rint(shifted)).all():
-            break
-    else:
+    bits = next((bits for bits in range(2, stored) if fits_in(finite, bits)), None)
+    if bits is None:
         return
     names = [n for n, d in DTYPES.items() if d.unit_roundoff == 2.0**-bits]
     through = f", as if it had gone through {names[0]}" if names else ""
@@ -187,7 +183,14 @@ def _rounded(found: Float64, estimate: Estimate, context: Context) -> Iterator[H
         f"it is stored as {context.stored.name}.",
         replace(estimate, error=error),
         score=len(finite) * (stored - bits) * math.log10(2),
+        bits=bits,
     )
+
+
+def fits_in(values: Float64, bits: int) -> bool:
+    """Say whether values have no more than so many significant bits."""
+    shifted = np.frexp(values)[0] * 2.0**bits
+    return bool((shifted == np.rint(shifted)).all())
 
 
 def _shifted(found: Float64, estimate: Estimate, context: Context) -> Iterator[Hypothesis]:

@@ -34,6 +34,7 @@ class Hypothesis:
         score: its own weight of evidence (see `Candidate`), where the distance does not tell.
         rank: the guilty rank, where the hypothesis names one.
         factor: what the expected values were multiplied with, where that is all it says.
+        bits: to how many significant bits the expected values were rounded, where that is all.
     """
 
     cause: str
@@ -43,6 +44,7 @@ class Hypothesis:
     score: float | None = None
     rank: int | None = None
     factor: float | None = None
+    bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from gradtrace.analysis.agree import across_ranks, agreed, folded
 from gradtrace.analysis.align import Alignment
-from gradtrace.analysis.diagnose import SURE
 from gradtrace.analysis.laws import (
     accumulate,
     accumulate_local,
@@ -45,9 +44,7 @@ PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
 # A pass must rest on some hop of the gradient, not on scalars, layouts and padding alone.
 HOPS: Final = ("accumulate_local", "pack", "reduce", "accumulate", "end_to_end")
 _NAMED: Final = 3
-_LAST: Final = 2**62  # behind every parameter
-CLEARLY: Final = 1.2  # how much more support another cause must have
-TINY: Final = 8  # elements; fewer are explained by too much
+_LAST: Final = 2**62  # sorts behind every parameter and micro-step
 
 
 def audit(trace: str | Path | Trace, *, steps: Iterable[int] | None = None) -> AuditResult:
@@ -91,6 +88,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         seed.check(scene)
         master.check_padding(scene)
         unscale_clip.check_norm(scene)
+        master.check_overflow(scene)
         if step == chosen[0]:
             partition.check_tiling(scene)
         for parameter in alignment.captured():
@@ -100,7 +98,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 law(scene, parameter.index)
         together.check_collectives(scene)
         hidden.update(_drop_consequences(scene, seen))
-    findings = _folded(sorted(_across_ranks(_agreed(ledger.found)), key=_key(alignment)))
+    findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
         first=findings[0] if findings else None,
@@ -130,9 +128,10 @@ def _verdict(
 def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     """Take out of a step's findings those that an earlier broken hop explains.
 
-    Every hop is judged by its own recorded inputs, so a fault breaks one law. Three exceptions: the
-    end-to-end law contains all others, where the ranks' buckets hold different parameters, the sum of
-    neither is what it should be, and what differs between ranks came from a hop that broke on one.
+    Every hop is judged by its own recorded inputs, so a fault breaks one law. Four exceptions: the
+    end-to-end law contains all others; where the ranks' buckets hold different parameters, the sum of
+    neither is what it should be; what differs between ranks came from a hop that broke on one; and a
+    rank that takes another micro-step for the last one starts its accumulation anew after it.
     """
     ledger = scene.ledger
     fresh = ledger.found[seen:]
@@ -146,6 +145,7 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     }
     hops.update(param for _, param in mixed)
     judged = {e.finding.param for e in fresh if e.finding.law not in {"seed", "replicate"}}
+    boundaries = [e.finding for e in fresh if e.finding.cause == "boundary_mismatch"]
     kept: list[Found] = []
     dropped: Counter[str] = Counter()
     for entry in fresh:
@@ -156,6 +156,7 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
         follows |= (
             entry.finding.law == "reduce" and (entry.finding.micro_step, entry.param) in mixed
         )
+        follows |= _after_boundary(entry.finding, boundaries)
         if follows:
             dropped[entry.finding.law] += 1
         else:
@@ -164,102 +165,17 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     return dropped
 
 
-def _agreed(found: Sequence[Found]) -> list[Found]:
-    """Let the findings of one hop agree on a cause, where several causes fit.
-
-    A few elements fit many causes, some by chance; what all parameters of the hop say together tells
-    which it is. A finding keeps its own cause unless one with more support fits it as well. One of
-    less than `TINY` elements that nothing fits follows the others.
-    """
-    hops: dict[tuple[object, ...], list[int]] = {}
-    for at, entry in enumerate(found):
-        finding = entry.finding
-        hops.setdefault((finding.law, finding.step, finding.micro_step), []).append(at)
-    agreed = list(found)
-    for places in hops.values():
-        support = _support([found[at] for at in places])
-        for at in places:
-            agreed[at] = _agreeing(found[at], support)
-    return agreed
-
-
-_Support = dict[tuple[str, str | None], float]
-
-
-def _support(found: Sequence[Found]) -> _Support:
-    """Add up how much speaks for each cause, and for each sentence; what was chosen counts twice."""
-    support: _Support = {}
-    for entry in found:
-        best: dict[str, float] = {}
-        for candidate in entry.also:
-            key = (candidate.cause, candidate.detail)
-            support[key] = support.get(key, 0.0) + candidate.score
-            best[candidate.cause] = max(best.get(candidate.cause, 0.0), candidate.score)
-        for cause, score in best.items():
-            weight = 2 if cause == entry.finding.cause else 1
-            support[cause, None] = support.get((cause, None), 0.0) + weight * score
-    return support
-
-
-def _agreeing(entry: Found, support: _Support) -> Found:
-    finding, tiny = entry.finding, entry.numel < TINY
-    usable = {candidate.cause for candidate in entry.also}
-    if tiny and not usable:
-        usable.update(cause for cause, detail in support if detail is None)
-    if tiny and ("partly_overwritten", None) in support:
-        usable.add("partly_overwritten")  # it may lie in such a range as a whole
-    own = support.get((finding.cause, None), 0.0)
-    better = [c for c in usable if support[c, None] > max(CLEARLY * own, SURE)]
-    cause = max(better, key=lambda c: (support[c, None], c), default=finding.cause)
-    fitting = [candidate for candidate in entry.also if candidate.cause == cause]
-    guilty = None
-    if not fitting:
-        if cause == finding.cause:
-            return entry
-        words = f"{finding.point} is too small here to tell alone."
-    else:
-        chosen = max(fitting, key=lambda c: support[c.cause, c.detail])
-        words, guilty = chosen.detail, chosen.rank
-        mine = [c for c in fitting if finding.detail.startswith(c.detail)]
-        if mine and support[cause, words] <= CLEARLY * support[cause, mine[0].detail]:
-            return entry
-    detail = f"{words} {entry.evidence}".rstrip()
-    return replace(entry, finding=replace(finding, cause=cause, detail=detail, guilty=guilty))
-
-
-def _across_ranks(found: Sequence[Found]) -> list[Found]:
-    """Make one finding of those that several ranks (or stretches) show of one parameter."""
-    groups: dict[tuple[object, ...], list[Found]] = {}
-    for entry in found:
-        finding = entry.finding
-        hop = (finding.law, finding.step, finding.micro_step)
-        groups.setdefault((*hop, finding.cause, entry.param, finding.point), []).append(entry)
-    return [_joined(group) for group in groups.values()]
-
-
-def _joined(group: Sequence[Found]) -> Found:
-    def place(entry: Found) -> tuple[bool, int]:
-        index = entry.finding.index
-        return index is None, index or 0
-
-    first = min(group, key=place)
-    ranks = {entry.finding.rank for entry in group}
-    largest = [e.finding.max_abs for e in group if e.finding.max_abs is not None]
-    relative = [e.finding.rel_l2 for e in group if e.finding.rel_l2 is not None]
-    finding = replace(
-        first.finding,
-        rank=first.finding.rank if len(ranks) == 1 else None,
-        max_abs=max(largest, default=None),
-        rel_l2=max(relative, default=None),
+def _after_boundary(finding: Finding, boundaries: Sequence[Finding]) -> bool:
+    """Say whether micro-steps are lost because a rank had taken an earlier one for the last."""
+    if finding.cause != "dropped_micro_steps":
+        return False
+    micro_step = _LAST if finding.micro_step is None else finding.micro_step
+    return any(
+        claim.micro_step is not None
+        and claim.micro_step < micro_step
+        and claim.rank in (None, finding.rank)
+        for claim in boundaries
     )
-    if len(ranks) > 1:
-        known = {rank for rank in ranks if rank is not None}
-        others = sorted(known - {first.finding.rank})
-        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-        finding = replace(
-            finding, detail=f"{finding.detail} On rank {first.finding.rank}; also on rank {shown}."
-        )
-    return replace(first, finding=finding)
 
 
 def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:
@@ -277,27 +193,6 @@ def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, st
         )
 
     return key
-
-
-def _folded(found: Sequence[Found]) -> list[Finding]:
-    """Fold findings that differ only in the parameter into the first of them."""
-    groups: dict[tuple[object, ...], list[Found]] = {}
-    for entry in found:
-        finding = entry.finding
-        key = (finding.law, finding.step, finding.micro_step, finding.cause, finding.point)
-        groups.setdefault(key, []).append(entry)
-    findings: list[Finding] = []
-    for group in groups.values():
-        # The head is the first that shows the cause by itself; the tiny ones follow.
-        head = next((entry for entry in group if _shows(entry)), group[0])
-        names = [entry.finding.param for entry in group if entry is not head]
-        folded = tuple(name for name in names if name is not None)
-        findings.append(replace(head.finding, folded=folded))
-    return findings
-
-
-def _shows(entry: Found) -> bool:
-    return any(candidate.cause == entry.finding.cause for candidate in entry.also)
 
 
 def _notes(

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from gradtrace.analysis.bounds import Estimate, Mask, breaks, relative_l2
+from gradtrace.analysis.bounds import Estimate, Mask, breaks, gamma, relative_l2
 from gradtrace.analysis.fit import fit
-from gradtrace.analysis.hypotheses import Context, Design, Hypothesis, anything, factor_of, named
+from gradtrace.analysis.generic import anything, factor_of, fits_in, named
+from gradtrace.analysis.hypotheses import ULPS, Context, Design, Hypothesis, weighted
 from gradtrace.trace.dtypes import Float64
 
 LIKELIER: Final = 2.0  # a hypothesis this much closer to the data is preferred to an earlier one
 SURE: Final = 4.0  # least score of a cause that is named
 MOST_SCORE: Final = 300.0
+TINY: Final = 8  # elements; fewer are explained by too much
+FEW: Final = 64  # elements whose values are kept until all parameters are seen
+_OWN: Final = ("swapped", "non_finite")  # causes that say something of one parameter alone
+_NUMBERED: Final = ("rank_missing", "scaled", "wrong_clip")  # which rank, which factor
 _WHOLE: Final = 0.9
 _DENSE: Final = 0.5
 
@@ -36,12 +41,31 @@ class Candidate:
         detail: a sentence that says what happened.
         score: minus log10 of the chance that values as wrong as these fit by accident.
         rank: the guilty rank, where the cause names one.
+        factor: what the expected values were multiplied with, where that is all the cause says.
+        bits: to how many significant bits they were rounded, where that is all it says.
     """
 
     cause: str
     detail: str
     score: float
     rank: int | None = None
+    factor: float | None = None
+    bits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """Hold what causes were tested on, so that another parameter's cause can be tested too.
+
+    Attributes:
+        context: names and dtypes.
+        refuted: (cause, sentence) of the hypotheses that the records contradict.
+        values: what was recorded and expected, kept where few elements were judged.
+    """
+
+    context: Context
+    refuted: frozenset[tuple[str, str]]
+    values: tuple[Float64, Estimate] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +76,13 @@ class Explanation:
         cause: one of `results.CAUSES`.
         detail: a sentence that says what happened.
         also: all that fit, the chosen one included, and those that may fit by chance.
+        tested: what it rests on.
     """
 
     cause: str
     detail: str
     also: tuple[Candidate, ...]
+    tested: Tested
 
 
 def explain(
@@ -75,28 +101,57 @@ def explain(
         designs: the terms that the coefficient test uses.
         context: names and dtypes.
     """
+    few = (found, estimate) if len(found) <= FEW else None
     lost = _non_finite(found, estimate, context)
     if lost is not None:
-        return Explanation("non_finite", lost, (Candidate("non_finite", lost, MOST_SCORE),))
+        only = (Candidate("non_finite", lost, MOST_SCORE),)
+        return Explanation("non_finite", lost, only, Tested(context, frozenset(), few))
     fitting: list[tuple[Hypothesis, float, float]] = []
+    refuted: set[tuple[str, str]] = set()
     for hypothesis in anything(found, estimate, hypotheses, designs, context):
         result = _test(found, estimate, hypothesis, context)
         if result is not None:
             fitting.append((hypothesis, *result))
-    also = tuple(Candidate(h.cause, h.detail, score, h.rank) for h, _, score in fitting)
+        else:
+            refuted.add((hypothesis.cause, hypothesis.detail))
+    also = tuple(
+        Candidate(h.cause, h.detail, score, h.rank, h.factor, h.bits) for h, _, score in fitting
+    )
+    tested = Tested(context, frozenset(refuted), few)
     sure = [entry for entry in fitting if entry[2] >= SURE]
     if sure:
         # Closer than a rounding or two is no better: a measured factor follows even the noise.
         near = 2 * context.dtype.unit_roundoff
         near += LIKELIER * min(distance for _, distance, _ in sure)
         chosen = next(h for h, distance, _ in sure if distance <= near)
-        return Explanation(chosen.cause, chosen.detail, also)
+        return Explanation(chosen.cause, chosen.detail, also, tested)
     part = _part(found, estimate, context)
     if part is not None:
         also = (*also, part)
         if part.score >= SURE:
-            return Explanation("partly_overwritten", part.detail, also)
-    return Explanation("unknown", _best_guess(found, estimate, context), also)
+            return Explanation("partly_overwritten", part.detail, also, tested)
+    return Explanation("unknown", _best_guess(found, estimate, context), also, tested)
+
+
+def transfers(cause: Candidate, tested: Tested | None) -> bool:
+    """Say whether another parameter's cause may be that of this one too.
+
+    It may where it holds on the records, or where too few elements were judged to test it at all.
+    """
+    if tested is None or tested.values is None or cause.cause in _OWN:
+        return False
+    found, estimate = tested.values
+    if cause.factor is not None:
+        scaled = weighted([(cause.factor, estimate)], tested.context.dtype)
+        return not breaks(found, scaled).any()
+    if cause.bits is not None:
+        size = np.abs(estimate.value) + estimate.error
+        coarse = replace(estimate, error=estimate.error + gamma(ULPS, 2.0**-cause.bits) * size)
+        return not breaks(found, coarse).any() and fits_in(found, cause.bits)
+    if len(found) >= TINY or (cause.cause, cause.detail) in tested.refuted:
+        return False
+    # Other sentences of the same cause may be refuted, but where they differ in a number.
+    return cause.cause in _NUMBERED or all(other != cause.cause for other, _ in tested.refuted)
 
 
 def _test(

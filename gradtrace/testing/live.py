@@ -1,8 +1,32 @@
-"""Plant faults into live DeepSpeed methods, to prove that a trace of them convicts."""
+"""Plant faults into live DeepSpeed methods, to prove that a trace of them convicts.
+
+A fault is a `gradtrace.testing.mutators.Fault`, the same words as for synthetic traces. `plant`
+replaces methods of an engine before gradtrace wraps it, so that gradtrace sees the fault as
+DeepSpeed's own behaviour. What a fault changed is told by the `Strike`s that it leaves.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from gradtrace.capture.adapters.select import signature_of
+from gradtrace.testing import mutators
+from gradtrace.testing.mutators import Fault, Hop
+from gradtrace.testing.sites import Call, Live, Site, Stretch, sites_of
+from gradtrace.trace.dtypes import DTYPES, Float64
+
+# These need no knowledge of the hop but a factor, which `mutators` cannot know of a synthetic run.
+_FACTORS: Final = ("not_unscaled", "wrong_clip")
+_SUMS: Final = ("accumulate_local", "accumulate")  # hops that add to what they held
 
 
 def keep_last_micro_step_only(engine: Any) -> None:
@@ -22,3 +46,458 @@ def keep_last_micro_step_only(engine: Any) -> None:
         return original(*args, **kwargs)
 
     optimizer.independent_gradient_partition_epilogue = epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Say what a fault changed in one stretch of a parameter.
+
+    Attributes:
+        moved: how far the element that moved most went, in unit roundoffs of the larger of its two
+            values in the stretch's dtype; infinite for NaN.
+    """
+
+    law: str
+    step: int
+    micro_step: int
+    rank: int
+    param: str
+    start: int
+    numel: int
+    moved: float
+
+
+@dataclass
+class _Clock:
+    """Count steps and backward passes, as the engine's callers make them."""
+
+    step: int = 0
+    micro_step: int = -1
+    inside: bool = False  # a backward pass
+    armed: bool = False  # from forward to the end of backward
+
+    @property
+    def coming(self) -> int:
+        """Return the number of the backward pass that runs, or that comes next."""
+        return self.micro_step if self.inside else self.micro_step + 1
+
+
+@dataclass
+class Planted:
+    """Hold what was planted into an engine.
+
+    Attributes:
+        strikes: what the faults changed so far, on this rank.
+        report: a file for them, written anew after every strike, or ``None``.
+    """
+
+    live: Live
+    clock: _Clock
+    rank: int
+    strikes: list[Strike] = field(default_factory=list)
+    report: Path | None = None
+
+    def struck(self, fault: Fault, stretch: Stretch, before: Float64, after: Float64) -> None:
+        """Note what a fault did to a stretch."""
+        unit = DTYPES[str(stretch.values.dtype).removeprefix("torch.")].unit_roundoff
+        size = unit * np.maximum(np.abs(before), np.abs(after))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.where(after == before, 0.0, np.abs(after - before) / size)
+        moved = float(np.nan_to_num(ratio, nan=np.inf).max(initial=0.0))
+        self.note(fault, self.clock.micro_step, stretch.name, stretch.start, len(before), moved)
+
+    def note(
+        self,
+        fault: Fault,
+        micro_step: int,
+        param: str = "",
+        start: int = 0,
+        numel: int = 1,
+        moved: float = float("inf"),
+    ) -> None:
+        """Note a strike, and write the report."""
+        where = (fault.law, self.clock.step, micro_step, self.rank)
+        self.strikes.append(Strike(*where, param, start, numel, moved))
+        if self.report is not None:
+            self.report.mkdir(parents=True, exist_ok=True)
+            lines = json.dumps([asdict(strike) for strike in self.strikes])
+            (self.report / f"strikes-{self.rank}.json").write_text(lines)
+
+
+def plant(engine: Any, *faults: Fault, report: Path | None = None) -> Planted:
+    """Plant faults into an engine that gradtrace has not wrapped yet; they stay for its lifetime.
+
+    Args:
+        engine: from ``deepspeed.initialize``, ZeRO stage 1, 2 or 3.
+        faults: what goes wrong, and where; ``micro_step`` is not looked at for `master` and
+            `unscale_clip`.
+        report: directory into which each rank writes its `Strike`s as JSON.
+
+    Raises:
+        LookupError: the engine's optimizer has no such hop.
+    """
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    live = Live(engine, engine.optimizer, names)
+    planted = Planted(live, _clock(engine), torch.distributed.get_rank(), report=report)
+    for fault in faults:
+        special = _SPECIAL.get((fault.law, fault.kind))
+        if special is not None:
+            special(planted, fault)
+        elif fault.law == "accumulate_local" and _site(live, fault.law) is None:
+            _Spoiler(planted, fault, None).watch_parameters()
+        else:
+            site = _site(live, fault.law)
+            if site is None:
+                raise LookupError(f"{type(live.optimizer).__name__} has no hop {fault.law}")
+            _Spoiler(planted, fault, site).install()
+    return planted
+
+
+def override_loss_scale(engine: Any, scale: float) -> None:
+    """Train with a fixed loss scale in any dtype, by DeepSpeed's own call for it."""
+    engine.optimizer.override_loss_scale(scale)
+
+
+def _site(live: Live, law: str) -> Site | None:
+    return next((site for site in sites_of(live.optimizer) if site.law == law), None)
+
+
+def _replace(
+    owner: Any, name: str, around: Callable[[Callable[..., Any], Any, Any], Any]
+) -> Callable[[Any, Any], Call]:
+    """Replace ``owner.name`` by ``around(original, args, kwargs)``; its signature stays.
+
+    Returns:
+        A function of positional and named arguments that names them all.
+    """
+    original = getattr(owner, name)
+    signature = signature_of(original)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(original, args, kwargs)
+
+    replacement.__name__ = name
+    replacement.__signature__ = signature  # type: ignore[attr-defined]
+    object.__setattr__(owner, name, replacement)
+
+    def bind(args: Any, kwargs: Any) -> Call:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    return bind
+
+
+def _clock(engine: Any) -> _Clock:
+    clock = _Clock()
+
+    def forward(original: Any, args: Any, kwargs: Any) -> Any:
+        clock.armed = True
+        return original(*args, **kwargs)
+
+    def backward(original: Any, args: Any, kwargs: Any) -> Any:
+        clock.micro_step, clock.inside = clock.micro_step + 1, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clock.inside = clock.armed = False
+
+    def take_step(original: Any, args: Any, kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        clock.step, clock.micro_step = clock.step + 1, -1
+        return result
+
+    _replace(engine, "forward", forward)
+    _replace(engine, "backward", backward)
+    _replace(engine, "_take_model_step", take_step)
+    return clock
+
+
+class _Spoiler:
+    """Let one fault strike the results of one hop.
+
+    Args:
+        planted: the engine, the clock, and where strikes are noted.
+        fault: what goes wrong.
+        site: where the hop's results lie; ``None`` for the gradients of the parameters themselves.
+    """
+
+    def __init__(self, planted: Planted, fault: Fault, site: Site | None) -> None:
+        self._planted = planted
+        self._fault = fault
+        self._site = site
+        self._own: dict[str, Float64] = {}
+        self._contributed: dict[tuple[str, int], Float64] = {}
+        self._parts: dict[tuple[str, int], list[Float64]] = {}
+        # The latest result, with its step and micro-step.
+        self._last: dict[tuple[str, int], tuple[int, int, Float64]] = {}
+        self._kept: dict[
+            tuple[str, int], Float64
+        ] = {}  # the result that the step before ended with
+
+    def install(self) -> None:
+        """Replace the site's method, and watch what an accumulation adds."""
+        assert self._site is not None
+        live = self._planted.live
+        if self._site.law == "accumulate_local":
+            self._watch_gradients()
+        if self._site.law == "accumulate":
+            self._watch_reductions()
+        owner = {"optimizer": live.optimizer, "engine": live.engine}.get(self._site.owner)
+        if owner is None:
+            owner = _module_of(live.optimizer)
+        self._bind = _replace(owner, self._site.method, self._around)
+
+    def watch_parameters(self) -> None:
+        """Strike ``param.grad`` itself, once every parameter has its gradient of a micro-step."""
+        self._watch_gradients()
+        waiting: list[Stretch] = []
+        live = self._planted.live
+        everyone = [p for p in live.engine.module.parameters() if p.requires_grad]
+
+        def seen(param: Any) -> None:
+            gradient = live.optimizer.get_gradient_for_reduction(param)
+            waiting.append(Stretch(live.name(param), 0, gradient.view(-1)))
+            if len(waiting) == len(everyone):
+                self._strike(waiting)
+                waiting.clear()
+
+        for param in everyone:
+            param.register_post_accumulate_grad_hook(seen)
+
+    def _watch_gradients(self) -> None:
+        live = self._planted.live
+        for param in live.engine.module.parameters():
+            if param.requires_grad:
+
+                def seen(gradient: torch.Tensor, name: str = live.name(param)) -> None:
+                    self._contributed[name, 0] = _widened(gradient.reshape(-1))
+
+                param.register_hook(seen)
+
+    def _watch_reductions(self) -> None:
+        live = self._planted.live
+        site = _site(live, "reduce")
+        assert site is not None
+
+        def around(original: Any, args: Any, kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            for stretch in site.stretches(live, {**bind(args, kwargs), "result": result}):
+                self._contributed[stretch.name, stretch.start] = _widened(stretch.values)
+            return result
+
+        bind = _replace(live.optimizer, site.method, around)
+
+    def _around(self, original: Any, args: Any, kwargs: Any) -> Any:
+        site, live = self._site, self._planted.live
+        assert site is not None
+        call = self._bind(args, kwargs)
+        if site.entered is not None:
+            self._enter(site.entered(live, call))
+        if site.when == "before":
+            self._strike(site.stretches(live, call))
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        self._strike(site.stretches(live, {**call, "result": result}))
+        return result
+
+    def _enter(self, stretches: Iterable[Stretch]) -> None:
+        """Keep what this rank puts into a reduction; leave it out if that is the fault."""
+        fault, planted = self._fault, self._planted
+        missing = fault.kind == "rank_missing" and planted.rank == int(fault.amount)
+        for stretch in stretches:
+            own = self._own[stretch.name] = _widened(stretch.values)
+            if missing and self._strikes_now() and fault.param in (None, stretch.name):
+                stretch.values.zero_()
+                planted.struck(fault, stretch, own, np.zeros_like(own))
+
+    def _strikes_now(self) -> bool:
+        fault, clock = self._fault, self._planted.clock
+        micro_step = None if fault.law in ("master", "unscale_clip") else clock.micro_step
+        # A rank that is left out spoils the result of all; ``rank`` then says nothing of it.
+        rank = fault.rank if fault.kind == "rank_missing" else self._planted.rank
+        return fault.strikes(fault.law, clock.step, micro_step, rank)
+
+    def _strike(self, stretches: Iterable[Stretch]) -> None:
+        fault, step = self._fault, self._planted.clock.step
+        results = {stretch.name: (stretch, _widened(stretch.values)) for stretch in stretches}
+        spoiled: dict[str, Float64] = {}
+        for name, (stretch, values) in results.items():
+            key = (name, stretch.start)
+            last = self._last.get(key)
+            if last is not None and last[0] != step:
+                self._kept[key] = last[2]
+            if last is None or last[0] != step:
+                self._parts[key] = []
+            now = self._contributed.get(key, values)
+            self._parts[key].append(now)
+            chosen = fault.param in (None, name) and fault.kind != "rank_missing"
+            if not chosen or not self._strikes_now():
+                continue
+            peers: Mapping[str, Float64] = {
+                other: theirs
+                for other, (_, theirs) in sorted(results.items())
+                if other != name and theirs.size == values.size
+            }
+            if not peers:
+                peers = self._earlier(name, values.size)
+            spoiled[name] = self._spoil(key, values, now, peers)
+            twin = next(iter(peers), name)
+            if fault.kind == "swapped" and fault.param is not None and twin in results:
+                spoiled[twin] = values
+        for name, (stretch, values) in results.items():
+            if name in spoiled:
+                stretch.values.copy_(torch.from_numpy(spoiled[name]))
+                self._planted.struck(fault, stretch, values, _widened(stretch.values))
+            left = _widened(stretch.values)
+            self._last[name, stretch.start] = (step, self._planted.clock.micro_step, left)
+
+    def _earlier(self, name: str, size: int) -> Mapping[str, Float64]:
+        """Return other parameters' results of now, where each comes in a call of its own."""
+        now = (self._planted.clock.step, self._planted.clock.micro_step)
+        latest = sorted(self._last.items(), key=lambda item: item[0])
+        return {
+            other: values
+            for (other, _), (*when, values) in latest
+            if other != name and values.size == size and tuple(when) == now
+        }
+
+    def _spoil(
+        self, key: tuple[str, int], values: Float64, now: Float64, peers: Mapping[str, Float64]
+    ) -> Float64:
+        fault = self._fault
+        if fault.kind in _FACTORS:
+            return values * fault.amount
+        zeros = np.zeros_like(values)
+        last = self._last.get(key)
+        kept = self._kept.get(key, zeros)
+        fresh = last is None or last[0] != self._planted.clock.step
+        earlier = zeros if fresh or last is None else last[2]
+        own = self._own.get(key[0])
+        hop = Hop(
+            values=values,
+            now=now,
+            carry=earlier if fault.law in _SUMS else zeros,
+            before=kept if fresh else earlier,
+            last_step=kept,
+            own=values if own is None else own[key[1] : key[1] + values.size],
+            ranks=(values,),
+            world_size=torch.distributed.get_world_size(),
+            peers=peers,
+            parts=tuple(self._parts[key]),
+        )
+        return mutators.apply(fault, hop)
+
+
+def _module_of(thing: Any) -> Any:
+    return sys.modules[type(thing).__module__]
+
+
+def _widened(values: torch.Tensor) -> Float64:
+    """Return a copy in float64."""
+    result: Float64 = values.detach().to(torch.float64).numpy().copy()
+    return result
+
+
+# --- faults that are not a tensor's values --------------------------------------------------------
+
+
+def _wrong_seed(planted: Planted, fault: Fault) -> None:
+    """Multiply the loss that backward starts from."""
+    clock = planted.clock
+
+    def around(original: Any, args: Any, kwargs: Any) -> Any:
+        if fault.strikes("seed", clock.step, clock.coming, planted.rank):
+            args = (args[0] * fault.amount, *args[1:])
+            planted.note(fault, clock.coming)
+        return original(*args, **kwargs)
+
+    _replace(planted.live.engine, "backward", around)
+
+
+def _boundary_mismatch(planted: Planted, fault: Fault) -> None:
+    """Let one rank claim the opposite of what is true, from a forward pass to its backward's end."""
+    clock = planted.clock
+
+    def around(original: Any, args: Any, kwargs: Any) -> Any:
+        claim = original(*args, **kwargs)
+        if clock.armed and fault.strikes("replicate", clock.step, clock.coming, planted.rank):
+            if not planted.strikes:
+                planted.note(fault, clock.coming)
+            return not claim
+        return claim
+
+    _replace(planted.live.engine, "is_gradient_accumulation_boundary", around)
+
+
+class _Misordered(list[Any]):
+    """A bucket's parameters that come out of sorting with two of equal size exchanged."""
+
+    def sort(self, *args: Any, **kwargs: Any) -> None:
+        super().sort(*args, **kwargs)
+        pair = _equal_sized([param.ds_numel for param in self])
+        if pair is not None:
+            one, two = pair
+            self[one], self[two] = self[two], self[one]
+
+
+def _equal_sized(sizes: list[int]) -> tuple[int, int] | None:
+    """Return the first two positions of equal size."""
+    for at, size in enumerate(sizes):
+        if size in sizes[:at]:
+            return sizes.index(size), at
+    return None
+
+
+def _order_mismatch(planted: Planted, fault: Fault) -> None:
+    """Let one rank list two parameters of equal size in the other order in a bucket."""
+    site = _site(planted.live, "pack")
+    assert site is not None
+    optimizer, clock = planted.live.optimizer, planted.clock
+
+    def around(original: Any, args: Any, kwargs: Any) -> Any:
+        if fault.strikes("replicate", clock.step, clock.micro_step, planted.rank):
+            for dtype, bucket in optimizer.ipg_buckets.items():
+                if bucket.params:
+                    _misorder(planted, fault, bucket, dtype)
+        result = original(*args, **kwargs)
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.params = list(bucket.params)
+        return result
+
+    _replace(optimizer, site.method, around)
+
+
+def _misorder(planted: Planted, fault: Fault, bucket: Any, dtype: Any) -> None:
+    optimizer = planted.live.optimizer
+    if hasattr(optimizer, "partition_grads"):
+        bucket.params = _Misordered(bucket.params)
+        ordered = sorted(bucket.params, key=lambda param: int(param.ds_id))
+        for at in _equal_sized([param.ds_numel for param in ordered]) or ():
+            planted.note(fault, planted.clock.micro_step, planted.live.name(ordered[at]))
+        return
+    params = [optimizer.param_dict[number] for _, _, number in bucket.params]
+    pair = _equal_sized([param.numel() for param in params])
+    if pair is None:
+        return
+    one, two = pair
+    ends = np.cumsum([param.numel() for param in params])
+    flat = bucket.buffer[bucket.index]
+    views = [flat[ends[at] - params[at].numel() : ends[at]] for at in pair]
+    kept = views[0].clone()
+    views[0].copy_(views[1])
+    views[1].copy_(kept)
+    for at, view in zip((two, one), views, strict=True):
+        gradient = optimizer.get_gradient_for_reduction(params[at])
+        gradient.data = view.view_as(gradient)
+    bucket.params[one], bucket.params[two] = bucket.params[two], bucket.params[one]
+    for at in pair:
+        planted.note(fault, planted.clock.micro_step, planted.live.name(params[at]))
+
+
+_SPECIAL: Final[Mapping[tuple[str, str], Callable[[Planted, Fault], None]]] = {
+    ("seed", "wrong_seed"): _wrong_seed,
+    ("replicate", "boundary_mismatch"): _boundary_mismatch,
+    ("replicate", "order_mismatch"): _order_mismatch,
+}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradtrace.analysis import bounds
-from gradtrace.analysis.diagnose import explain
+from gradtrace.analysis.diagnose import explain, transfers
 from gradtrace.analysis.fit import round_to
 from gradtrace.analysis.hypotheses import Context, Hypothesis, micro_step_hypotheses
 from gradtrace.trace.dtypes import DTYPES
@@ -57,6 +57,31 @@ def test_what_may_happen_to_any_tensor(spoil, cause, words):
     result = _explain(found, values)
     assert result.cause == cause, result
     assert words in result.detail
+
+
+@pytest.mark.parametrize("dtype, factor", [(SINGLE, 1.0005), (HALF, 1.05), (HALF, 0.96)])
+def test_a_factor_near_one_is_never_called_one(dtype, factor):
+    values = _values(4000, dtype=dtype)
+    result = _explain(round_to(values * factor, dtype), values, dtype)
+    assert result.cause == "scaled", result
+    assert f"{factor:.3f}"[:4] in result.detail
+    assert " 1 times" not in result.detail
+
+
+def test_what_no_mean_is_taken_at_cannot_forget_to_take_it():
+    values = _values()
+    context = Context("master_grad", 0, SINGLE, SINGLE, FACTORS, averages=False)
+    result = explain(8 * values, _estimate(values), (), [], context)
+    assert (result.cause, "the world size" in result.detail) == ("scaled", True)
+    assert explain(values / 8, _estimate(values), (), [], context).cause == "averaged_twice"
+
+
+def test_a_cause_is_carried_over_to_a_small_parameter_unless_its_records_refute_it():
+    large, small = _values(), _values(5, seed=1)
+    leader = next(c for c in _explain(1.5 * large, large).also if c.cause == "scaled")
+    assert transfers(leader, _explain(1.5 * small, small).tested)
+    assert not transfers(leader, _explain(1.7 * small, small).tested)
+    assert not transfers(leader, _explain(small[::-1].copy(), small).tested)
 
 
 def test_index_ranges_are_those_of_the_parameter():

@@ -173,6 +173,11 @@ def build(name: str) -> torch.nn.Module:
             torch.nn.Tanh(),
             torch.nn.Linear(5, 5, bias=False),
         )
+    if name == "wide":  # 5 to 1089 elements; each size at least twice
+        sizes = ((7, 33), (33, 33), (33, 33), (33, 5), (5, 5), (5, 5))
+        return torch.nn.Sequential(
+            *(part for size in sizes for part in (torch.nn.Linear(*size), torch.nn.Tanh()))
+        )
     if name == "tied":
         return Tied()
     if name == "one":  # one element: the last rank's shard is empty

@@ -15,10 +15,10 @@ import numpy as np
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, add_up, cast, embeds, exact, gamma, underflow, zeros
 from gradtrace.analysis.hypotheses import (
-    FEWEST_FREE,
     Design,
     Hypothesis,
     micro_step_hypotheses,
+    weighed,
     weighted,
 )
 from gradtrace.analysis.laws.common import (
@@ -30,7 +30,7 @@ from gradtrace.analysis.laws.common import (
     largest_before,
     last_of_previous,
 )
-from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
+from gradtrace.trace.dtypes import DTYPES, Dtype
 
 LAW = "accumulate"
 
@@ -218,7 +218,7 @@ def _check_span(
             context, parts, carry=carry, before=last_of_step_before(scene, event, start, stop)
         )
         if carry is not None and parts:
-            yield from _weighed(found, carry, parts[-1], context.point, event.dtype)
+            yield from weighed(found, carry, parts[-1], context.point, event.dtype)
         yield from _swapped(scene, event, stop - start)
 
     check(
@@ -230,23 +230,6 @@ def _check_span(
         designs=[design] if len(terms) > 1 else [],
         hypotheses=hypotheses,
     )
-
-
-def _weighed(
-    found: Float64, carry: Estimate, now: tuple[int, Estimate], point: str, dtype: Dtype
-) -> Iterator[Hypothesis]:
-    """Propose that the last micro-step counts with another factor than 1."""
-    number, part = now
-    usable = np.isfinite(found) & np.isfinite(carry.value) & np.isfinite(part.value)
-    power = float(part.value[usable] @ part.value[usable])
-    if power == 0 or np.count_nonzero(part.value) < FEWEST_FREE:
-        return
-    factor = float(part.value[usable] @ (found - carry.value)[usable]) / power
-    if not np.isfinite(factor) or abs(factor - 1) < 4 * dtype.unit_roundoff:
-        return
-    for value in dict.fromkeys((round(factor, 2), factor)):
-        words = f"In {point}, micro-step {number} counts {value:.6g} times."
-        yield Hypothesis("scaled", words, weighted([(1.0, carry), (value, part)], dtype))
 
 
 def last_of_step_before(scene: Scene, event: Event, start: int, stop: int) -> Estimate | None:

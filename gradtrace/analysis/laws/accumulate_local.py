@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, underflow, zeros
-from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses
+from gradtrace.analysis.hypotheses import (
+    Design,
+    Hypothesis,
+    micro_step_hypotheses,
+    weighed,
+)
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -133,6 +138,30 @@ def _terms(
     return terms
 
 
+def _parts(
+    scene: Scene, event: Event, inputs: _Inputs, start: int, stop: int
+) -> list[tuple[int, Estimate]]:
+    """Split a buffer into what each micro-step added to it, as far back as that was recorded."""
+    parts: list[tuple[int, Estimate]] = []
+    at, now = event, inputs
+    while True:
+        number = int(at.record.micro_step or 0)
+        if now.gradients:
+            parts.append((number, gradient(scene, now.gradients, start, stop, event.dtype)))
+        if now.carry is None:
+            break
+        at = now.carry
+        before = _inputs(scene, at) if at.record.point == "local_accum" else None
+        if before is None or isinstance(before, Lack):
+            values = scene.alignment.cut(at, start, stop)
+            if values is not None:
+                held = cast(exact(values), at.dtype, event.dtype)
+                parts.append((int(at.record.micro_step or 0), held))
+            break
+        now = before
+    return parts[::-1]
+
+
 def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: int) -> None:
     record = event.record
     found = scene.alignment.cut(event, start, stop)
@@ -168,13 +197,16 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
     def hypotheses() -> Iterator[Hypothesis]:
         held = None if carry is None else terms[0][1]
         left = list(_left_behind(scene, event, start, stop))
+        parts = _parts(scene, event, inputs, start, stop)
         yield from micro_step_hypotheses(
-            context, terms, carry=held, before=left[0] if left else None
+            context, parts, carry=held, before=left[0] if left else None
         )
         for before in left[1:]:
-            for other in micro_step_hypotheses(context, terms, carry=held, before=before):
+            for other in micro_step_hypotheses(context, parts, carry=held, before=before):
                 if other.cause in {"carried_over", "stale"}:
                     yield other
+        if carry is not None and len(terms) == 2:
+            yield from weighed(found, terms[0][1], terms[1], context.point, event.dtype)
         yield from _swapped(scene, event)
 
     check(

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from gradtrace.analysis.align import Alignment, Event
 from gradtrace.analysis.bounds import Estimate, Judgement, judge
-from gradtrace.analysis.diagnose import MOST_SCORE, Candidate, explain
+from gradtrace.analysis.diagnose import MOST_SCORE, Candidate, Tested, explain
 from gradtrace.analysis.fit import Fit, fit
 from gradtrace.analysis.hypotheses import WORLD, Context, Design, Hypothesis
 from gradtrace.analysis.results import LAWS, Finding, LawCount
@@ -66,6 +66,7 @@ class Found:
         numel: how many elements were judged; few of them fit many causes.
         also: all that fits, some perhaps by chance.
         evidence: the sentence with the numbers, which goes with any cause.
+        tested: what causes were tested on; ``None`` for facts.
     """
 
     finding: Finding
@@ -73,6 +74,7 @@ class Found:
     numel: int
     also: tuple[Candidate, ...] = ()
     evidence: str = ""
+    tested: Tested | None = None
 
 
 @dataclass
@@ -202,7 +204,8 @@ class Scene:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         }
         when = "" if place.micro_step is None else f" at micro-step {place.micro_step}"
-        return Context(f"{place.point}{when}", place.offset, dtype, stored, factors, lost)
+        averages = place.law in ("reduce", "end_to_end")
+        return Context(f"{place.point}{when}", place.offset, dtype, stored, factors, lost, averages)
 
     def lack(
         self, point: str, micro_step: int | None, rank: int, param: int | None = None
@@ -307,7 +310,8 @@ def check(
         ),
     )
     scene.ledger.broke(
-        Found(finding, place.param, len(found), why.also, evidence), judgement.worst_ratio
+        Found(finding, place.param, len(found), why.also, evidence, why.tested),
+        judgement.worst_ratio,
     )
 
 

@@ -1,8 +1,13 @@
-"""Law `master`: the optimizer is given what was accumulated, cast to its dtype; padding is zero."""
+"""Law `master`: the optimizer is given what was accumulated, cast to its dtype; padding is zero.
+
+A step that is left out as overflowed has no such gradient; then something accumulated is not finite.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +29,7 @@ from gradtrace.trace.spans import PADDING
 
 LAW = "master"
 _Parts = list[tuple[str, Estimate]]
+_LARGEST_NORM: Final = 1e15  # far from where a float32 sum of squares overflows
 
 
 def check_padding(scene: Scene) -> None:
@@ -48,6 +54,43 @@ def check_padding(scene: Scene) -> None:
                 )
                 cause = "partly_overwritten" if finite else "non_finite"
                 simple_finding(scene, place, cause, detail, expected=0.0, found=value)
+
+
+def check_overflow(scene: Scene) -> None:
+    """Check that a step which was left out had a gradient that is not finite.
+
+    The flag is raised where a gradient, or the norm of all of them in float32, is not finite. Judged
+    only if every gradient of every rank was recorded as it was last accumulated.
+    """
+    alignment = scene.alignment
+    flags = {
+        rank for rank in scene.ranks if alignment.step_end(scene.step, rank).facts.get("overflow")
+    }
+    everyone = len(scene.ranks) == alignment.trace.manifest.world_size
+    trained = [p for p in alignment.parameters if p.trainable and p.group is not None]
+    if not flags or not everyone or not all(p.captured for p in trained):
+        return
+    squares = 0.0
+    for rank in scene.ranks:
+        if scene.lack("accumulated", None, rank) is not None:
+            return
+        for parameter in trained:
+            own = alignment.own_spans(rank, parameter.index)
+            events = alignment.step_events(scene.step, "accumulated", rank, parameter.index)
+            for span in own:
+                stop = span.param_offset + span.numel
+                values = alignment.cut(events[-1], span.param_offset, stop) if events else None
+                if values is None or not np.isfinite(values).all():
+                    return
+                squares += float(values @ values)
+    if math.sqrt(squares) >= _LARGEST_NORM:
+        return
+    place = Place(LAW, scene.step, None, None, None, "master_grad")
+    detail = (
+        "The step was left out as overflowed, but every gradient that was accumulated is finite "
+        f"(norm {math.sqrt(squares):.6g}): what became infinite or NaN did so after that."
+    )
+    simple_finding(scene, place, "non_finite", detail)
 
 
 def check_param(scene: Scene, param: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, underflow
-from gradtrace.analysis.hypotheses import Hypothesis, weighted
+from gradtrace.analysis.hypotheses import FEWEST_FREE, Hypothesis, weighted
 from gradtrace.analysis.laws.common import Lack, Norm, Place, Scene, check, simple_finding
 from gradtrace.analysis.laws.norm import gradient_norm
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
@@ -199,7 +199,10 @@ def _check_span(
         if factor.scale != 1:
             words = f"The loss scale ({factor.scale:g}) was not divided out."
             yield Hypothesis(
-                "not_unscaled", words, weighted([(factor.scale, estimate)], event.dtype)
+                "not_unscaled",
+                words,
+                weighted([(factor.scale, estimate)], event.dtype),
+                factor=factor.scale,
             )
         if factor.after and factor.after != factor.scale:
             words = (
@@ -209,7 +212,8 @@ def _check_span(
             ratio = factor.scale / factor.after
             yield Hypothesis("scaled", words, weighted([(ratio, estimate)], event.dtype))
         seen = _measured(found, master)
-        if seen is not None:
+        # One free number explains a few elements whatever happened.
+        if seen is not None and np.count_nonzero(master) >= FEWEST_FREE:
             words = (
                 f"master_grad was multiplied by {seen:.9g}; the recorded norm, clip value and loss "
                 f"scale give {factor.value:.9g}."
@@ -218,6 +222,7 @@ def _check_span(
                 "wrong_clip" if factor.clips else "scaled",
                 words,
                 weighted([(seen, exact(master))], event.dtype),
+                factor=seen / factor.value,
             )
 
     check(scene, place, found, estimate, context=context, hypotheses=hypotheses)

@@ -136,12 +136,22 @@ def _clip_of(
     rank = side.align.ranks[0]
     facts = side.align.step_end(step.step, rank).facts
     scale = _loss_scale(step, side)
-    norm = number(facts.get("grad_norm")) if square is None else math.sqrt(square) / scale
+    norm = _norm_used(step, side, scale) if square is None else math.sqrt(square) / scale
     clip = number(facts.get("clip"))
     if clip is None:
         clip = number(side.align.header(rank).effective.get("gradient_clipping"))
     own = clip_factor(norm, clip)
     return _Clip(scale, norm, clip, _common(factors, None if own is None else own / scale))
+
+
+def _norm_used(step: Step, side: Side, scale: float) -> float | None:
+    """Return the unscaled norm that a side clipped with, or reported where that is not known."""
+    rank = side.align.ranks[0]
+    for record in side.align.records(step.step, "master_grad", rank):
+        used = number(record.facts.get("total_norm"))
+        if used is not None:
+            return used / scale
+    return number(side.align.step_end(step.step, rank).facts.get("grad_norm"))
 
 
 def clip_factor(norm: float | None, clip: float | None) -> float | None:

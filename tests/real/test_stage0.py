@@ -245,6 +245,42 @@ def test_a_wrong_clip_factor_is_found_at_stage_0(setup: Setup, tmp_path: Path) -
     assert result.first.step == 0
 
 
+def _report_half(engine: Any) -> None:
+    original = engine.optimizer.step
+
+    def step(closure: Any = None) -> None:
+        original(closure)
+        engine.optimizer._global_grad_norm /= 2
+
+    engine.optimizer.step = step
+
+
+@pytest.mark.parametrize(
+    "setup",
+    (Setup(0, bf16=True), Setup(1, bf16=True, config=ACCUM32), Setup(2), Setup(3)),
+    ids=lambda setup: setup.name,
+)
+def test_a_norm_that_is_reported_wrong_is_found(setup: Setup, tmp_path: Path) -> None:
+    train(setup, tmp_path / "trace", before=_report_half)
+    result = gradtrace.audit(tmp_path / "trace")
+    assert {(f.law, f.cause, f.param) for f in result.findings} == {
+        ("unscale_clip", "scaled", None)
+    }
+    assert result.first is not None
+    assert result.first.found == pytest.approx(result.first.expected / 2, rel=1e-3)
+
+
+def test_a_norm_of_parameters_that_were_not_captured_is_not_judged(tmp_path: Path) -> None:
+    setup = Setup(0, config={"gradient_clipping": 0.01})
+    train(setup, tmp_path / "trace", params="0.*")
+    result = gradtrace.audit(tmp_path / "trace")
+    assert result.verdict == "pass"
+    assert result.laws["unscale_clip"].checked == 0
+    assert "the norm is of parameters that were not captured too" in (
+        result.laws["unscale_clip"].skip_reasons
+    )
+
+
 # --- true defects of DeepSpeed 0.19.8 --------------------------------------------------------------
 
 
@@ -299,6 +335,10 @@ def _legacy(engine: Any) -> None:
     engine.optimizer.fused_adam_legacy = True
 
 
+def _half_masters(engine: Any) -> None:
+    engine.optimizer.fp16_master_weights_and_gradients = True  # needs an optimizer that compiles
+
+
 def _own_reduction(engine: Any) -> None:
     engine.enable_backward_allreduce = False
 
@@ -312,12 +352,13 @@ def _override(engine: Any) -> None:
     ("setup", "plant", "found"),
     (
         (Setup(0, bf16=True, client="fused"), _legacy, "legacy_fusion"),
+        (Setup(2, fp16=True), _half_masters, "fp16_master_weights_and_grads"),
         (Setup(0), _own_reduction, "communicates by itself"),
         (Setup(0, bf16=True), _override, "Changed"),
         (Setup(0, model="sparse"), None, "sparse_gradients"),
     ),
 )
-def test_what_stage_0_cannot_trace_is_refused_by_name(
+def test_what_cannot_be_traced_is_refused_by_name(
     setup: Setup, plant: Callable[[Any], None] | None, found: str, tmp_path: Path
 ) -> None:
     with pytest.raises(errors.UnsupportedEngineError, match=found):

@@ -14,6 +14,7 @@ import numpy as np
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, gamma, scale
 from gradtrace.analysis.hypotheses import Design, Hypothesis, likeliest_missing, weighted
+from gradtrace.analysis.laws import division
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -24,12 +25,9 @@ from gradtrace.analysis.laws.common import (
     last_of_previous,
 )
 from gradtrace.trace.dtypes import DTYPES, Dtype
-from gradtrace.trace.records import Facts, Json
 
 LAW = "reduce"
 MOST_PEERS = 32
-_Entered = list[tuple[int, Estimate, Dtype]]
-_Terms = list[tuple[int, Estimate]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def expect(
         return Lack("skip", "the ranks of the collective were not recorded")
     if not set(ranks) <= set(scene.ranks):
         return Lack("skip", "ranks of the collective are not in the trace")
-    entered: _Entered = []
+    entered: list[tuple[int, Estimate, Dtype]] = []
     for member in ranks:
         lack = scene.lack("bucket", micro_step, member)
         if lack is not None:
@@ -125,70 +123,38 @@ def expect(
         if values is None:
             return Lack("gap", "a bucket holds only a part of the parameter")
         entered.append((member, exact(values), events[at].dtype))
-    return _combine(scene, rank, facts, entered, target)
+    result = _combine(scene, rank, facts.get("op"), facts.get("comm_dtype"), entered, target)
+    if isinstance(result, Lack) or not division.known(facts):
+        return result
+    comm = DTYPES.get(str(facts.get("comm_dtype")), coarsest(*(dtype for _, _, dtype in entered)))
+    put_in = [(values, dtype) for _, values, dtype in entered]
+    total = division.reduce_as_stated(put_in, facts, result.factor, comm)
+    return replace(result, estimate=cast(total, comm, target))
 
 
 def _combine(
     scene: Scene,
     rank: int,
-    facts: Facts,
-    entered: _Entered,
+    op: object,
+    comm_name: object,
+    entered: list[tuple[int, Estimate, Dtype]],
     target: Dtype,
 ) -> Reduction | Lack:
     source = coarsest(*(dtype for _, _, dtype in entered))
-    comm = DTYPES.get(str(facts.get("comm_dtype")), source)
-    op, division = facts.get("op"), facts.get("division")
+    comm = DTYPES.get(str(comm_name), source)
     if op not in ("mean", "sum"):
         return Lack("skip", "the kind of reduction was not recorded")
     factor = mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0
     middle = coarsest(source, comm)
-    if division is None:
-        terms, total = _by_settings(scene, rank, entered, op == "mean", factor, comm)
-    else:
-        before = _number(facts.get("predivide")) or 1.0
-        terms, total = _as_divided(entered, str(division), before, factor, comm)
-    estimate = cast(total, comm, target)
-    own = next(values for member, values, _ in entered if member == rank)
-    dtype = coarsest(middle, target)
-    return Reduction(estimate, tuple(terms), own, factor, dtype)
-
-
-def _as_divided(
-    entered: _Entered, division: str, before: float, factor: float, comm: Dtype
-) -> tuple[_Terms, Estimate]:
-    """Return the contributions and their sum, computed in the order that the run was seen to take.
-
-    Args:
-        division: where the mean is formed; see docs/laws/reduce.md.
-        before: what the contributions are divided by before the sum, where the rest comes after it.
-    """
-    early = 1.0 if division in ("sum", "none") else factor
-    terms: _Terms = []
-    summed: list[Estimate] = []
-    for member, values, dtype in entered:
-        if division == "bucket":
-            part = cast(scale(values, early, dtype), dtype, comm)
-        else:
-            part = scale(scale(cast(values, dtype, comm), early, comm), 1 / before, comm)
-        summed.append(part)
-        terms.append((member, exact(values.value * factor)))
-    return terms, scale(add_up(summed, comm), factor * before / early, comm)
-
-
-def _by_settings(
-    scene: Scene, rank: int, entered: _Entered, mean: bool, factor: float, comm: Dtype
-) -> tuple[_Terms, Estimate]:
-    """Return the contributions and their sum, with a bound for every order that settings allow."""
-    middle = coarsest(comm, *(dtype for _, _, dtype in entered))
     predivide = scene.fact(rank, "gradient_predivide_factor")
     # Only this path sums before it divides; the others divide each contribution first.
     late = (
-        mean
+        op == "mean"
         and scene.fact(rank, "postscale_gradients") is not False
         and scene.fact(rank, "reduce_scatter") is not True
         and scene.fact(rank, "adapter") != "zero3"
     )
-    terms: _Terms = []
+    terms: list[tuple[int, Estimate]] = []
     for member, values, dtype in entered:
         term = scale(cast(values, dtype, comm), factor, middle)
         if isinstance(predivide, (int, float)) and predivide not in (0, 1):
@@ -202,13 +168,10 @@ def _by_settings(
             size += np.abs(values.value)
         with np.errstate(invalid="ignore"):
             total = replace(total, overflow=total.overflow | (size * 1.01 >= comm.largest))
-    return terms, total
-
-
-def _number(value: Json) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value)
+    estimate = cast(total, comm, target)
+    own = next(values for member, values, _ in entered if member == rank)
+    dtype = coarsest(middle, target)
+    return Reduction(estimate, tuple(terms), own, factor, dtype)
 
 
 def mean_factor(scene: Scene, rank: int, world: int) -> float:

@@ -40,6 +40,11 @@ REDUCED_EACH: Wanted = {"bucket": (1, ALL), "reduced": (1, ALL), "accumulated": 
 COUNTS: dict[str, tuple[Setup, Wanted]] = {
     "stage 1, a list": (Setup(1, zero=LISTED), REDUCED_ONCE),
     "stage 1, a list, overlapped": (Setup(1, zero=LISTED | OVERLAP), REDUCED_ONCE),
+    "stage 1, overlapped small buckets": (
+        # Taken from the buffers while backward goes on.
+        Setup(1, zero=LISTED | OVERLAP | SMALL),
+        REDUCED_ONCE | {"bucket": (4, LAST), "reduced": (4, LAST)},
+    ),
     "stage 2, a list": (Setup(2, zero=LISTED), REDUCED_EACH),
     "stage 2, lists of at most 60": (
         Setup(2, zero=LISTED | SMALL),
@@ -78,6 +83,10 @@ COUNTS: dict[str, tuple[Setup, Wanted]] = {
     "stage 2, coalesced": (
         Setup(2, mode="coalesce"),
         REDUCED_ONCE | {"partition": (OWNED, LAST)},
+    ),
+    "stage 1, coalesced, with a buffer of its own": (
+        Setup(1, mode="coalesce", zero=HOST, client="adamw", bf16=True, config=ACCUM32),
+        REDUCED_ONCE,
     ),
     "stage 1, no_sync": (
         Setup(1, mode="no_sync"),
@@ -365,6 +374,26 @@ def test_offload_keeps_what_it_should_not_without_gradtrace_too(
     if first_wrong:
         before = first_wrong
         assert _apart(offloaded.at(steps=before), plain.at(steps=before)) == set()
+
+
+def test_overlap_leaves_out_at_stage_1_without_gradtrace_too() -> None:
+    """Overlapped, stage 1 reduces only what gets a gradient in the last micro-step.
+
+    0.19.8, stage_1_and_2.py ``reduce_gradients``: with ``overlap_comm`` the hooks alone put gradients
+    into buckets, at the boundary. What a parameter got before and not there is stepped with by its
+    owner as it is, one rank's gradient. No upstream report was found.
+    """
+    overlapped = Setup(
+        1,
+        zero=OVERLAP,
+        client="sgd",
+        model="tied",
+        micro_steps=3,
+        steps=1,
+        config={"gradient_clipping": 0.0},
+    )
+    assert _apart(overlapped, overlapped.at(zero={})) == SOMETIMES
+    assert _apart(overlapped.at(micro_steps=4), overlapped.at(micro_steps=4, zero={})) == set()
 
 
 def test_offload_by_hand_drops_and_carries_without_gradtrace_too() -> None:

@@ -219,6 +219,7 @@ def _check_span(
         )
         if carry is not None and parts:
             yield from weighed(found, carry, parts[-1], context.point, event.dtype)
+        yield from _own(scene, event, context.point, start, stop)
         yield from _swapped(scene, event, stop - start)
 
     check(
@@ -230,6 +231,19 @@ def _check_span(
         designs=[design] if len(terms) > 1 else [],
         hypotheses=hypotheses,
     )
+
+
+def _own(scene: Scene, event: Event, point: str, start: int, stop: int) -> Iterator[Hypothesis]:
+    """Propose what the rank accumulated itself, and no collective took."""
+    rank = event.record.rank
+    if len(scene.alignment.header(rank).dp_ranks) < 2:
+        return
+    buffers = scene.alignment.step_events(scene.step, "local_accum", rank, event.param)
+    held = largest_before(buffers, event.record.order)
+    values = None if held is None else scene.alignment.cut(held, start, stop)
+    if held is not None and values is not None:
+        words = f"{point} holds rank {rank}'s own gradients: they were not reduced."
+        yield Hypothesis("not_reduced", words, cast(exact(values), held.dtype, event.dtype))
 
 
 def last_of_step_before(scene: Scene, event: Event, start: int, stop: int) -> Estimate | None:

@@ -29,6 +29,7 @@ from gradtrace.analysis.hypotheses import (
     likeliest_missing,
     weighted,
 )
+from gradtrace.analysis.laws import division
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -39,7 +40,7 @@ from gradtrace.analysis.laws.common import (
     last_of_previous,
 )
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
-from gradtrace.trace.records import Facts, Json
+from gradtrace.trace.records import Facts
 
 LAW = "reduce"
 MOST_PEERS = 32
@@ -157,7 +158,13 @@ def expect(
         if values is None:
             return Lack("gap", "a bucket holds only a part of the parameter")
         entered.append((member, exact(values), events[at].dtype))
-    return _combine(scene, rank, facts, entered, target)
+    result = _combine(scene, rank, facts, entered, target)
+    if isinstance(result, Lack) or not division.known(facts):
+        return result
+    comm = DTYPES.get(str(facts.get("comm_dtype")), coarsest(*(dtype for _, _, dtype in entered)))
+    put_in = [(values, dtype) for _, values, dtype in entered]
+    total = division.reduce_as_stated(put_in, facts, result.factor, comm)
+    return replace(result, estimate=cast(total, comm, target))
 
 
 def _combine(
@@ -167,15 +174,12 @@ def _combine(
     entered: Sequence[tuple[int, Estimate, Dtype]],
     target: Dtype,
 ) -> Reduction | Lack:
-    op, division = facts.get("op"), facts.get("division")
+    op = facts.get("op")
     if op not in ("mean", "sum"):
         return Lack("skip", "the kind of reduction was not recorded")
     source = coarsest(*(dtype for _, _, dtype in entered))
     comm = DTYPES.get(str(facts.get("comm_dtype")), source)
     factor = mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0
-    if division is not None:
-        before = _number(facts.get("predivide")) or 1.0
-        return as_divided(entered, rank, str(division), before, factor, comm, target)
     way = Way(
         comm=comm,
         factor=factor,
@@ -189,50 +193,6 @@ def _combine(
         ),
     )
     return combine(entered, rank, way, target)
-
-
-def as_divided(
-    entered: Sequence[tuple[int, Estimate, Dtype]],
-    rank: int,
-    division: str,
-    before: float,
-    factor: float,
-    comm: Dtype,
-    target: Dtype,
-) -> Reduction:
-    """Recompute a reduction in the order that the run was seen to take; see docs/laws/reduce.md.
-
-    Args:
-        entered: ``(rank, values, their dtype)`` of every rank of the group.
-        rank: the one whose own contribution is kept.
-        division: where the mean is formed.
-        before: what the contributions are divided by before the sum, where the rest comes after it.
-        factor: what each contribution is multiplied with in all.
-        comm: dtype of the wire.
-        target: dtype of what leaves the collective.
-    """
-    early = 1.0 if division in ("sum", "none") else factor
-    terms: list[tuple[int, Estimate]] = []
-    summed: list[Estimate] = []
-    for member, values, dtype in entered:
-        if division == "bucket":
-            part = cast(scale(values, early, dtype), dtype, comm)
-        else:
-            part = scale(scale(cast(values, dtype, comm), early, comm), 1 / before, comm)
-        summed.append(part)
-        terms.append((member, exact(values.value * factor)))
-    total = scale(add_up(summed, comm), factor * before / early, comm)
-    source = coarsest(*(dtype for _, _, dtype in entered))
-    # What is lost before the sum is multiplied by the predivide factor after it, at most.
-    lost = max(1.0, before) * max(underflow(source), underflow(comm))
-    return Reduction(
-        cast(total, comm, target),
-        tuple(terms),
-        next(values for member, values, _ in entered if member == rank),
-        factor,
-        coarsest(source, comm, target),
-        max(lost, underflow(target)),
-    )
 
 
 def combine(
@@ -292,12 +252,6 @@ def predivide_factor(scene: Scene, rank: int) -> float:
     known = isinstance(value, (int, float)) and value > 0
     known = known and scene.fact(rank, "postscale_gradients") is not False
     return float(value) if known else 1.0
-
-
-def _number(value: Json) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value)
 
 
 def mean_factor(scene: Scene, rank: int, world: int) -> float:

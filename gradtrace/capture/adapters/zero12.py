@@ -78,16 +78,54 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
             yield Sighting(unit, ((gradients[0], model.shards[unit]),), facts)
 
 
+def _coalesces(model: Model) -> bool:
+    """Say whether the caller is inside ``engine.coalesce_grad_reduction`` (since 0.19)."""
+    return bool(getattr(model.optimizer, "_coalesce_grad_reduction", False))
+
+
 def _local_accum(model: Model, _: Call) -> Iterable[Sighting]:
+    """See the buffers that no reduction of this backward pass has taken yet."""
     optimizer = model.optimizer
-    if optimizer.partition_gradients and not getattr(optimizer, "_coalesce_grad_reduction", False):
-        return  # stage 2 hands each micro-step's own gradient to the reduction
+    if _coalesces(model):
+        # A separate buffer is filled by the epilogue there, and by hooks everywhere else.
+        return () if optimizer.use_grad_accum_attribute else _buffers(model, frozenset())
+    if optimizer.partition_gradients:
+        return ()  # stage 2 hands each micro-step's own gradient to the reduction
+    return _buffers(model, collectives.taken(model))
+
+
+def _local_accum_filled(model: Model, _: Call) -> Iterable[Sighting]:
+    """See the separate buffers that the epilogue has filled, and not reduced."""
+    if _coalesces(model) and model.optimizer.use_grad_accum_attribute:
+        return _buffers(model, frozenset())
+    return ()
+
+
+def _local_accum_taken(model: Model, call: Call) -> Iterable[Sighting]:
+    """See one buffer in the hook that hands it over, before a bucket takes its place.
+
+    Only overlapped reduction begins inside the backward pass; else all are seen at its end.
+    """
+    optimizer = model.optimizer
+    if optimizer.partition_gradients or not optimizer.overlap_comm:
+        return ()
+    if torch._C._current_graph_task_id() == -1:
+        return ()
+    return _buffer(model, call.arguments["param"])
+
+
+def _buffers(model: Model, without: frozenset[int]) -> Iterable[Sighting]:
     for params in model.optimizer.bit16_groups:
         for param in params:
-            buffer = model.optimizer.get_gradient_for_reduction(param)
-            if buffer is not None:
-                index = model.of(param)
-                yield Sighting(model.names[index], ((buffer, whole(index, buffer)),))
+            if model.optimizer.get_param_id(param) not in without:
+                yield from _buffer(model, param)
+
+
+def _buffer(model: Model, param: torch.nn.Parameter) -> Iterable[Sighting]:
+    buffer = model.optimizer.get_gradient_for_reduction(param)
+    if buffer is not None:
+        index = model.of(param)
+        yield Sighting(model.names[index], ((buffer, whole(index, buffer)),))
 
 
 def _carries(model: Model, param: torch.nn.Parameter) -> bool:
@@ -190,6 +228,24 @@ ZERO12 = Adapter(
             _local_accum,
             one_of="local_accum",
             source="0.16.0 stage_1_and_2.py; engine.backward runs it, then reduces (to 0.16)",
+        ),
+        Probe(
+            "local_accum",
+            "_backward_epilogue",
+            "after",
+            _local_accum_filled,
+            owner="engine",
+            required=False,
+            source="0.19.8 engine.py:3169, stage_1_and_2.py:3288: while coalescing",
+        ),
+        Probe(
+            "local_accum",
+            "reduce_independent_p_g_buckets_and_remove_grads",
+            "before",
+            _local_accum_taken,
+            arguments=("param",),
+            attributes=("params_already_reduced",),
+            source="0.19.8 stage_1_and_2.py:1414; called by the hook of each parameter (2284)",
         ),
         Probe(
             "bucket",

@@ -46,6 +46,17 @@ def _members(model: Model, dtype: torch.dtype) -> Iterator[tuple[int, Any]]:
         yield entry[0], optimizer.param_dict[entry[2]]
 
 
+def taken(model: Model) -> frozenset[int]:
+    """Return the ids of parameters that are in a bucket, or were reduced, in this backward pass."""
+    optimizer = model.optimizer
+    reduced = (number for number, done in enumerate(optimizer.params_already_reduced) if done)
+    if hasattr(optimizer, "ipg_buckets"):
+        waiting = [entry for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]
+    else:
+        waiting = optimizer.params_in_ipg_bucket
+    return frozenset((*reduced, *(entry[2] for entry in waiting)))
+
+
 def _wire(model: Model, call: Call) -> torch.dtype:
     dtype: torch.dtype = call.arguments.get(
         "communication_data_type", model.optimizer.communication_data_type

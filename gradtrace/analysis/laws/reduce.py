@@ -169,7 +169,7 @@ def _as_divided(
         if division == "bucket":
             part = cast(scale(values, early, dtype), dtype, comm)
         else:
-            part = scale(scale(cast(values, dtype, comm), early, comm), 1 / before, comm)
+            part = scale(scale(cast(values, dtype, comm), 1 / before, comm), early, comm)
         summed.append(part)
         terms.append((member, exact(values.value * factor)))
     return terms, scale(add_up(summed, comm), factor * before / early, comm)

@@ -37,6 +37,6 @@ def reduce_as_stated(
         if division == "bucket":
             summed.append(cast(scale(values, early, dtype), dtype, comm))
         else:
-            once = scale(cast(values, dtype, comm), early, comm)
-            summed.append(scale(once, 1 / before, comm))
+            once = scale(cast(values, dtype, comm), 1 / before, comm)
+            summed.append(scale(once, early, comm))
     return scale(add_up(summed, comm), factor * before / early, comm)

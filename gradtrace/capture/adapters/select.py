@@ -27,6 +27,12 @@ ENGINE_METHODS: Final = ("forward", "backward", "step", "is_gradient_accumulatio
 # ``engine.scale``. Before (to 0.18.2), only what goes through ``engine.backward`` is a backward pass.
 TENSOR_BACKWARD_METHODS: Final = ("_backward_prologue", "_backward_epilogue")
 OPTIMIZER_METHODS: Final = ("step",)
+# Engines of DeepSpeed's own that train, and what hides their gradients from the step clock.
+OTHER_ENGINES: Final[Mapping[str, str]] = {
+    "PipelineEngine": "pipeline parallelism runs its micro-batches inside train_batch, each stage by a "
+    "schedule of its own, and only the last one has a loss",
+    "DeepSpeedHybridEngine": "the hybrid engine gathers and swaps weights for generation between steps",
+}
 
 
 def deepspeed_version() -> str:
@@ -72,7 +78,9 @@ def check_engine(engine: Any) -> None:
             remedy="Pass the first of deepspeed.initialize's return values.",
         )
     if type(engine) is not DeepSpeedEngine:
-        refuse(f"a {type(engine).__name__}", "this release traces the plain DeepSpeedEngine only")
+        known = (why for c in type(engine).__mro__ if (why := OTHER_ENGINES.get(c.__name__)))
+        other = "it overrides what the plain DeepSpeedEngine does, and only that is traced"
+        refuse(f"a {type(engine).__name__}", next(known, other))
     if engine.optimizer is None:
         refuse("an engine without an optimizer", "there is no gradient path to trace")
 

@@ -82,6 +82,23 @@ def test_a_choice_of_which_nothing_binds_names_all_that_is_missing() -> None:
     assert "argument tensor of _Old.backward(" in caught.value.found
 
 
+class _OldEngine:
+    scale_wrt_gas: bool | None = None
+
+
+class _NewEngine(_OldEngine):
+    def scale(self) -> None: ...
+
+
+@pytest.mark.parametrize("asked", (True, False))
+def test_an_engine_of_before_may_outweigh_what_backward_was_asked(asked: bool) -> None:
+    old, new = _OldEngine(), _NewEngine()
+    assert select.divides_by_steps(old, asked) is asked
+    old.scale_wrt_gas = new.scale_wrt_gas = not asked
+    assert select.divides_by_steps(old, asked) is not asked
+    assert select.divides_by_steps(new, asked) is asked
+
+
 def test_an_optional_probe_may_be_absent_but_not_changed() -> None:
     model = Model(None, _Old(), (), {}, (), (), ())
     assert select.resolve_probes(model, (_probe("finalize", required=False),)) == ()

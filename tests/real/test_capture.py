@@ -18,39 +18,24 @@ import gradtrace
 from gradtrace import errors
 from gradtrace.testing.ranks import run_ranks
 from gradtrace.trace.reader import open_trace
-from tests.real.training import Setup, initialize, one_step, train, train_rank
-
-
-def _surface(engine: Any) -> dict[str, Any]:
-    """Return everything about an engine that wrapping may have touched."""
-    optimizer = engine.optimizer
-    base = getattr(optimizer, "optimizer", optimizer)
-    return {
-        "engine": {k: v for k, v in vars(engine).items() if callable(v)},
-        "engine_names": sorted(vars(engine)),
-        "optimizer": {k: v for k, v in vars(optimizer).items() if callable(v)},
-        "optimizer_names": sorted(vars(optimizer)),
-        "base_names": sorted(vars(base)),
-        "module_hooks": len(engine.module._forward_hooks),
-        "hooks": [len(p._backward_hooks or {}) for p in engine.module.parameters()],
-    }
+from tests.real.training import Setup, initialize, one_step, surface, train, train_rank
 
 
 def _wrap_and_close(rank: int, setup: Setup, out_dir: Path) -> None:
     engine = initialize(setup)
-    before = _surface(engine)
+    before = surface(engine)
     with gradtrace.wrap(engine, out_dir) as tracer:
-        assert _surface(engine) != before
+        assert surface(engine) != before
         with pytest.raises(errors.AlreadyWrappedError):
             gradtrace.wrap(engine, out_dir / "second")
         one_step(engine, setup, torch.Generator().manual_seed(0))
         assert tracer.step == 1
-    assert _surface(engine) == before
+    assert surface(engine) == before
     tracer.close()
     one_step(engine, setup, torch.Generator().manual_seed(0))
     with gradtrace.wrap(engine, out_dir.with_name("again")):
         one_step(engine, setup, torch.Generator().manual_seed(0))
-    assert _surface(engine) == before
+    assert surface(engine) == before
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))

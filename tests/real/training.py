@@ -325,6 +325,23 @@ def weights(engine: Any, setup: Setup) -> list[bytes]:
     return found
 
 
+def surface(engine: Any) -> dict[str, Any]:
+    """Return everything about an engine that wrapping may have touched."""
+    optimizer = engine.optimizer
+    base = getattr(optimizer, "optimizer", optimizer)
+    parameters = list(engine.module.parameters())
+    return {
+        "engine": {k: v for k, v in vars(engine).items() if callable(v)},
+        "engine_names": sorted(vars(engine)),
+        "optimizer": {k: v for k, v in vars(optimizer).items() if callable(v)},
+        "optimizer_names": sorted(vars(optimizer)),
+        "base_names": sorted(vars(base)),
+        "module_hooks": len(engine.module._forward_hooks),
+        "hooks": [len(p._backward_hooks or {}) for p in parameters],
+        "accumulated_hooks": [len(p._post_accumulate_grad_hooks or {}) for p in parameters],
+    }
+
+
 def train_rank(
     rank: int,
     setup: Setup,

@@ -72,10 +72,11 @@ DEFECTS: tuple[Defect, ...] = (
         "dropped_micro_steps",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
     ),
+    # 0.17.6 to 0.18.2 stop with an error at the second backward pass of such a window.
     Defect(
-        "z2_manual_last_only",
-        lambda s: s.stage == 2 and by_hand(s) and not accumulates_separately(s),
-        "0.17.6",
+        "z12_manual_last_only",
+        lambda s: s.stage in {1, 2} and by_hand(s) and not accumulates_separately(s),
+        "0.18.3",
         None,
         "accumulate",
         "dropped_micro_steps",
@@ -84,17 +85,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "z2_manual_last_only, fp32 accumulation",
         lambda s: s.stage == 2 and by_hand(s) and accumulates_separately(s),
-        "0.17.6",
-        "0.19.8",
-        "accumulate",
-        "dropped_micro_steps",
-        OPEN_INSTRUCT,
-    ),
-    Defect(
-        "z1_manual_last_only",
-        lambda s: s.stage == 1 and by_hand(s) and not in_bf16_optimizer(s),
         "0.18.3",
-        None,
+        "0.19.8",
         "accumulate",
         "dropped_micro_steps",
         OPEN_INSTRUCT,

@@ -31,6 +31,10 @@ def defect_of(entry: Entry, release: str) -> Defect | None:
 def problem(entry: Entry, seen: Observation, release: str, newest: str) -> str | None:
     """Say what is wrong with an observation, or ``None``.
 
+    Args:
+        entry, seen: the configuration and what came of it.
+        release, newest: as for `expected`.
+
     A configuration that the release itself does not train is no problem of gradtrace's, nor is one that
     `wrap` refuses by name, nor a backward pass that the release does not see, said to be a gap.
     """
@@ -39,9 +43,8 @@ def problem(entry: Entry, seen: Observation, release: str, newest: str) -> str |
     if seen.failed is not None:
         return f"only the traced run failed: {seen.failed}"
     if seen.refused is not None:
-        by_name = seen.refused.startswith("unsupported_engine")
-        wanted = entry.refused is not None or Version(release) != Version(newest)
-        return None if by_name and wanted else f"refused: {seen.refused}"
+        fine = entry.refused is not None or by_name(seen.refused, release, newest)
+        return None if fine else f"refused: {seen.refused}"
     if not seen.bitwise:
         return "tracing changed the training"
     found = None if seen.law is None else (seen.law, seen.cause)
@@ -51,6 +54,11 @@ def problem(entry: Entry, seen: Observation, release: str, newest: str) -> str |
     if found != wanted_finding:
         return f"expected {wanted_finding or 'a pass'}, found {found or seen.verdict}"
     return None if found is not None or seen.verdict == "pass" else f"verdict {seen.verdict}"
+
+
+def by_name(error: str, release: str, newest: str) -> bool:
+    """Say whether an older release gets a configuration refused, rather than not understood."""
+    return error.startswith("unsupported_engine") and Version(release) != Version(newest)
 
 
 def bypassed(seen: Observation) -> bool:

@@ -25,7 +25,7 @@ from gradtrace.capture.adapters import select
 from gradtrace.testing.ranks import RankError, run_ranks
 from tests.real.catalog import ENTRIES
 from tests.real.catalog.entry import Entry
-from tests.real.training import Outcome, Setup, initialize, train
+from tests.real.training import Outcome, Setup, initialize, surface, train
 
 TRAINED = "trained"
 MORE_CONTROLS = 3  # untraced runs beside the first, where the traced run is not equal to that
@@ -141,23 +141,29 @@ FAMILIES = {
     "zero3": Setup(3),
 }
 
+UNBOUND: dict[str, Any] = {"adapter": None, "bound": [], "missing": [], "error": None}
+
 
 def bindings(rank: int, setup: Setup) -> dict[str, Any]:
-    """Resolve every probe of an engine that is not trained; say which bind."""
+    """Resolve every probe of an engine that is not trained, and wrap it; say what binds."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    model = select.build_model(initialize(setup))
-    found: dict[str, Any] = {"adapter": None, "bound": [], "missing": [], "error": None}
+    engine = initialize(setup)
+    model = select.build_model(engine)
     try:
         adapter = select.select(model)
         bound = select.resolve(model, adapter)
     except errors.GradtraceError as error:
-        return {**found, "error": f"{error.slug}: {error.found}"}
+        return {**UNBOUND, "error": f"{error.slug}: {error.found}"}
+    before = surface(engine)
+    with tempfile.TemporaryDirectory() as scratch, gradtrace.wrap(engine, Path(scratch) / "trace"):
+        changed = surface(engine) != before
+    restored = changed and surface(engine) == before
     taken = [entry.probe for entry in bound]
     made = {probe.one_of for probe in taken} - {None}
     return {
-        **found,
         "adapter": adapter.name,
+        "error": None if restored else "wrapping and closing changed the engine",
         "bound": [f"{probe.point}: {probe.method}" for probe in taken],
         "missing": [
             f"{probe.point}: {probe.method}"
@@ -187,7 +193,7 @@ def main(arguments: list[str]) -> None:
             try:
                 found = run_ranks(1, bindings, setup.at(ranks=1))[0]
             except RankError as error:
-                found = {"adapter": None, "bound": [], "missing": [], "error": _last_line(error)}
+                found = {**UNBOUND, "error": _last_line(error)}
             put("binding", {"family": name, **found})
         for number, entry in enumerate(chosen(patterns)):
             seen = observe(entry, Path(scratch) / str(number))

@@ -30,6 +30,7 @@ from gradtrace.trace.records import Gap
 
 # In the order of the law graph; `LAWS` gives the depth.
 PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
+    replicate.check_param,
     accumulate_local.check_param,
     pack.check_param,
     reduce.check_param,
@@ -86,6 +87,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         replicate.check(scene)
         seed.check(scene)
         master.check_padding(scene)
+        unscale_clip.check_norm(scene)
         if step == chosen[0]:
             partition.check_tiling(scene)
         for parameter in alignment.captured():
@@ -124,9 +126,9 @@ def _verdict(
 def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     """Take out of a step's findings those that an earlier broken hop explains.
 
-    Every hop is judged by its own recorded inputs, so a fault breaks one law. Two exceptions: the
-    end-to-end law contains all others, and where the ranks' buckets hold different parameters, the
-    sum of neither is what it should be.
+    Every hop is judged by its own recorded inputs, so a fault breaks one law. Three exceptions: the
+    end-to-end law contains all others, where the ranks' buckets hold different parameters, the sum of
+    neither is what it should be, and what differs between ranks came from a hop that broke on one.
     """
     ledger = scene.ledger
     fresh = ledger.found[seen:]
@@ -139,10 +141,14 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
         if entry.finding.law not in {"unscale_clip", "end_to_end", "seed", "replicate"}
     }
     hops.update(param for _, param in mixed)
+    judged = {e.finding.param for e in fresh if e.finding.law not in {"seed", "replicate"}}
     kept: list[Found] = []
     dropped: Counter[str] = Counter()
     for entry in fresh:
         follows = entry.finding.law == "end_to_end" and entry.param in hops
+        follows |= (
+            entry.finding.law == "replicate" and entry.numel > 0 and entry.finding.param in judged
+        )
         follows |= (
             entry.finding.law == "reduce" and (entry.finding.micro_step, entry.param) in mixed
         )
@@ -255,11 +261,14 @@ def _joined(group: Sequence[Found]) -> Found:
 def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:
     def key(entry: Found) -> tuple[int, int, int, int, str]:
         finding = entry.finding
+        order = -1 if entry.param is None else alignment.backward_order(entry.param)
+        if entry.param is None and finding.law == "unscale_clip":
+            order = _AFTER_ALL  # a wrong report of the norm matters less than wrong gradients
         return (
             finding.step,
             _AFTER_ALL if finding.micro_step is None else finding.micro_step,
             LAWS.index(finding.law),
-            -1 if entry.param is None else alignment.backward_order(entry.param),
+            order,
             finding.param or "",
         )
 
@@ -271,7 +280,7 @@ def _folded(found: Sequence[Found]) -> list[Finding]:
     groups: dict[tuple[object, ...], list[Found]] = {}
     for entry in found:
         finding = entry.finding
-        key = (finding.law, finding.step, finding.micro_step, finding.cause)
+        key = (finding.law, finding.step, finding.micro_step, finding.cause, finding.point)
         groups.setdefault(key, []).append(entry)
     findings: list[Finding] = []
     for group in groups.values():

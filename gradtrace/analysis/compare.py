@@ -233,11 +233,12 @@ def _compare_reductions(step: Step, pair: Pair, mine: Locals, theirs: Locals) ->
                 )  # fmt: skip
         for point in points:
             if point in SHARDS:
+                means = mine.mean(event.content), theirs.mean(event.content)
                 _contrast(
                     step, (point, at, None), pair,
-                    gather(step.baseline, step.step, at, point, pair.baseline),
-                    gather(step.candidate, step.step, at, point, pair.candidate),
-                    (mine, theirs), (mine.mean(event.content), theirs.mean(event.content)),
+                    gather(step.baseline, step.step, at, point, pair.baseline, means[0].value),
+                    gather(step.candidate, step.step, at, point, pair.candidate, means[1].value),
+                    (mine, theirs), means,
                 )  # fmt: skip
 
 
@@ -266,9 +267,13 @@ def _compare_master(step: Step, pair: Pair, mine: Locals, theirs: Locals) -> Non
     if step.lost("master_grad", None, pair):
         _lose(step, "master_grad", pair)
         return
-    one = gather(step.baseline, step.step, None, "master_grad", pair.baseline)
-    two = gather(step.candidate, step.step, None, "master_grad", pair.candidate)
     expected = [own.mean(own.side.align.micro_steps(step.step)) for own in (mine, theirs)]
+    one, two = (
+        gather(side, step.step, None, "master_grad", index, estimate.value)
+        for side, index, estimate in zip(
+            step.sides, (pair.baseline, pair.candidate), expected, strict=True
+        )
+    )
     seeds = [side.total_seed(step.step) for side in step.sides]
     if step.mode == "boundary":
         if seeds[0] is None or seeds[1] is None:

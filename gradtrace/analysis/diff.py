@@ -256,6 +256,8 @@ def _located(first: Divergence, guilt: Blame, gate: Gate, sides: tuple[Side, Sid
 
 
 def _owner(side: Side, param: int, index: int) -> int | None:
+    if side.replicated:
+        return None
     for rank in side.align.ranks:
         for span in side.align.own_spans(rank, param):
             if span.param_offset <= index < span.param_offset + span.numel:

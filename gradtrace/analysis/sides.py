@@ -95,6 +95,13 @@ class Side:
             return f"the {self.name}'s data-parallel group is not the whole run"
         return None
 
+    @property
+    def replicated(self) -> bool:
+        """Say whether every rank holds every parameter whole (stage 0)."""
+        return bool(self.align.ranks) and all(
+            self.align.header(rank).effective.get("replicated") is True for rank in self.align.ranks
+        )
+
     def _averages(self) -> bool:
         for rank in self.align.ranks:
             for record in self.align.trace.ranks[rank].records:
@@ -155,6 +162,7 @@ def _path(alignment: Alignment) -> Path:
     """Gather every dtype that a gradient passes through, recorded or configured."""
     names: set[str] = set()
     predivided = False
+    enlarged = 1.0  # underflow, where a product follows that is larger than 1
     for rank in alignment.ranks:
         for record in alignment.trace.ranks[rank].records:
             if record.point in CHAIN:
@@ -167,12 +175,13 @@ def _path(alignment: Alignment) -> Path:
         )
         divisor = number(effective.get("gradient_predivide_factor"))
         predivided |= divisor not in (None, 1.0)
+        enlarged = max(enlarged, abs(divisor or 1.0) / alignment.trace.manifest.world_size)
     kinds = [DTYPES[name] for name in sorted(names) if name in DTYPES] or [DTYPES["float32"]]
     world_size = alignment.trace.manifest.world_size
     exact = is_power_of_two(float(world_size)) and not predivided
     return Path(
         dtype=max(kinds, key=lambda kind: kind.unit_roundoff),
-        absolute=max(underflow(kind) for kind in kinds),
+        absolute=enlarged * max(underflow(kind) for kind in kinds),
         flush=max(flushed(kind) for kind in kinds),
         largest=min(kind.largest for kind in kinds),
         casts=0 if len(kinds) == 1 else _CASTS,
@@ -322,12 +331,25 @@ def _fresh(side: Side, step: int, first: int, last: int, param: int) -> bool:
     return True
 
 
-def gather(side: Side, step: int, micro_step: int | None, point: str, param: int) -> Float64 | None:
+def gather(
+    side: Side,
+    step: int,
+    micro_step: int | None,
+    point: str,
+    param: int,
+    expected: Float64 | None = None,
+) -> Float64 | None:
     """Assemble a parameter from the ranks' own spans.
+
+    Args:
+        expected: where every rank holds all of it and their copies differ, the copy that lies farthest
+            from this is taken.
 
     Returns:
         The full parameter in C order, or ``None`` when some element is not held by anybody.
     """
+    if side.replicated:
+        return _copy(side, step, micro_step, point, param, expected)
     numel = side.align.parameters[param].numel
     values, held = np.zeros(numel), np.zeros(numel, dtype=np.bool_)
     for rank in side.align.ranks:
@@ -337,6 +359,27 @@ def gather(side: Side, step: int, micro_step: int | None, point: str, param: int
                 values[start : start + len(piece)] = piece
                 held[start : start + len(piece)] = True
     return values if held.all() else None
+
+
+def _copy(
+    side: Side,
+    step: int,
+    micro_step: int | None,
+    point: str,
+    param: int,
+    expected: Float64 | None,
+) -> Float64 | None:
+    copies = []
+    for rank in side.align.ranks:
+        events = side.align.events(step, micro_step, point, rank, param)
+        held = side.align.assemble(events[-1:], param)
+        if not events or not held.complete:
+            return None
+        copies.append(held.values)
+    if expected is None or all(np.array_equal(one, copies[0], equal_nan=True) for one in copies):
+        return copies[0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return max(copies, key=lambda one: np.nan_to_num(np.abs(one - expected)).max(initial=0.0))
 
 
 def _own_pieces(

@@ -73,9 +73,11 @@ _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
     },
     "local_accum": {"carry": _flag},
     "bucket": {"comm_dtype": _text, "ranks": _ranks, "op": lambda v: v in ("mean", "sum")},
+    "master_grad": {"total_norm": _number},
 }
 _STEP: Final[Mapping[str, Fits]] = {
     "loss_scale": _number,
+    "loss_scale_after": _number,
     "overflow": _flag,
     "grad_norm": _number,
     "clip": _number,
@@ -108,6 +110,7 @@ _EFFECTIVE: Final[Mapping[str, Fits]] = {
             "contiguous_gradients",
             "round_robin_gradients",
             "offload_optimizer",
+            "replicated",
         ),
         _flag,
     ),

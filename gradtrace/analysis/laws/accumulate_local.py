@@ -21,9 +21,9 @@ from gradtrace.analysis.laws.common import (
     check,
     coarsest,
     largest_before,
-    last_of_previous,
 )
 from gradtrace.trace.dtypes import Dtype
+from gradtrace.trace.points import BY_NAME
 
 LAW = "accumulate_local"
 _COLLECTIVE = ("bucket", "reduced", "partition")
@@ -166,14 +166,15 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
     )
 
     def hypotheses() -> Iterator[Hypothesis]:
-        earlier = last_of_previous(scene, event)
-        values = None if earlier is None else scene.alignment.cut(earlier, start, stop)
+        held = None if carry is None else terms[0][1]
+        left = list(_left_behind(scene, event, start, stop))
         yield from micro_step_hypotheses(
-            context,
-            terms,
-            carry=None if carry is None else terms[0][1],
-            before=None if values is None else exact(values),
+            context, terms, carry=held, before=left[0] if left else None
         )
+        for before in left[1:]:
+            for other in micro_step_hypotheses(context, terms, carry=held, before=before):
+                if other.cause in {"carried_over", "stale"}:
+                    yield other
         yield from _swapped(scene, event)
 
     check(
@@ -185,6 +186,22 @@ def _check_span(scene: Scene, event: Event, inputs: _Inputs, start: int, stop: i
         designs=[design] if len(terms) > 1 else [],
         hypotheses=hypotheses,
     )
+
+
+def _left_behind(scene: Scene, event: Event, start: int, stop: int) -> Iterator[Estimate]:
+    """Yield what the step before may have left in the buffer: its sum, or what was written back."""
+    previous = scene.alignment.previous_step(scene.step)
+    if previous is None:
+        return
+    rank, param = event.record.rank, event.param
+    for point in ("local_accum", "reduced", "clipped_grad"):
+        if BY_NAME[point].per_micro_step:
+            events = scene.alignment.step_events(previous, point, rank, param)
+        else:
+            events = scene.alignment.events(previous, None, point, rank, param)
+        values = scene.alignment.cut(events[-1], start, stop) if events else None
+        if values is not None:
+            yield exact(values)
 
 
 def _swapped(scene: Scene, event: Event) -> Iterator[Hypothesis]:

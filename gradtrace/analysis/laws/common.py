@@ -117,13 +117,33 @@ class Ledger:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Hold a recomputed L2 norm of the gradients given to the optimizers, loss scale included.
+
+    Attributes:
+        value: float64; not finite where a gradient is not.
+        relative: how far DeepSpeed's own computation may lie from it, relative to it.
+        absolute: the same by underflow.
+    """
+
+    value: float
+    relative: float
+    absolute: float
+
+
 @dataclass(frozen=True)
 class Scene:
-    """Hold one step of a trace, and where the results go."""
+    """Hold one step of a trace, and where the results go.
+
+    Attributes:
+        norms: members of a group -> the norm over their shards, once it was computed.
+    """
 
     alignment: Alignment
     step: int
     ledger: Ledger
+    norms: dict[tuple[int, ...], Norm | Lack] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -152,6 +172,10 @@ class Scene:
         """Return the dtypes that effective settings name, those known to the format."""
         values = (self.fact(rank, name) for name in names)
         return tuple(DTYPES[value] for value in values if value in DTYPES)
+
+    def replicated(self, rank: int) -> bool:
+        """Say whether every rank holds every parameter whole (stage 0)."""
+        return self.fact(rank, "replicated") is True
 
     def context(self, place: Place, dtype: Dtype, stored: Dtype) -> Context:
         """Return what an explanation of a place may refer to.

@@ -99,8 +99,10 @@ def _path(
     most = max(sum(len(inputs[member, m]) for m in scene.micro_steps) for member in group)
     scalings = 0 if is_power_of_two(factor) else 2
     predivide = scene.fact(rank, "gradient_predivide_factor")
+    enlarged = 1.0  # underflow, where a product follows that is larger than 1
     if isinstance(predivide, (int, float)) and predivide not in (0, 1):
         scalings += 4
+        enlarged = max(1.0, abs(predivide) * factor)
     once = len(group) - 1 + scalings + CASTS
     again = _collectives(scene, rank, param) if _carried(scene, group, param) else 1
     # The coarsest dtype need not be the one of the narrowest range: bf16 on the wire of fp16 gradients.
@@ -109,7 +111,7 @@ def _path(
         factor,
         coarsest(*dtypes),
         max(most - 1, 0) + once * max(again, 1),
-        max(underflow(dtype) for dtype in dtypes),
+        enlarged * max(underflow(dtype) for dtype in dtypes),
         min(dtype.largest for dtype in dtypes),
     )
 

@@ -1,6 +1,7 @@
 """Law `partition`: a rank's shard is its own stretch of what was reduced, copied exactly.
 
-And over the ranks of a data-parallel group the shards tile every trainable parameter exactly once.
+And over the ranks of a data-parallel group the shards tile every trainable parameter exactly once;
+where every rank holds everything (stage 0), those of each rank alone do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ LAW = "partition"
 def check_tiling(scene: Scene) -> None:
     """Check that the shards of each group tile every parameter; once a trace is enough."""
     alignment = scene.alignment
-    groups = {alignment.header(rank).dp_ranks for rank in scene.ranks}
+    groups = {
+        (rank,) if scene.replicated(rank) else alignment.header(rank).dp_ranks
+        for rank in scene.ranks
+    }
     for group in sorted(groups):
         if not set(group) <= set(scene.ranks):
             scene.ledger.lack(LAW, Lack("skip", "ranks of the group are not in the trace"))
@@ -36,7 +40,8 @@ def check_tiling(scene: Scene) -> None:
         if not any(alignment.header(rank).partitions for rank in group):
             scene.ledger.lack(LAW, Lack("skip", "the partitions were not recorded"))
             continue
-        everyone = len(group) == alignment.trace.manifest.world_size
+        world_size = alignment.trace.manifest.world_size
+        everyone = len(group) == world_size or scene.replicated(group[0])
         for parameter in alignment.parameters:
             spans = [span for rank in group for span in alignment.own_spans(rank, parameter.index)]
             if not parameter.trainable or parameter.group is None or not (spans or everyone):
@@ -47,7 +52,8 @@ def check_tiling(scene: Scene) -> None:
                 scene.ledger.passed(LAW)
                 continue
             cause = "partly_overwritten" if "twice" in fault else "unknown"
-            place = Place(LAW, scene.step, None, None, parameter.index, "partition")
+            rank = group[0] if len(group) == 1 < world_size else None
+            place = Place(LAW, scene.step, None, rank, parameter.index, "partition")
             simple_finding(scene, place, cause, f"Over the ranks' shards, {fault}.")
 
 

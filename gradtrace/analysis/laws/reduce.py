@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, gamma, scale
+from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, gamma, scale, underflow
 from gradtrace.analysis.hypotheses import Design, Hypothesis, likeliest_missing, weighted
 from gradtrace.analysis.laws.common import (
     Lack,
@@ -152,6 +152,8 @@ def _combine(
         term = scale(cast(values, dtype, comm), factor, middle)
         if isinstance(predivide, (int, float)) and predivide not in (0, 1):
             extra = gamma(4, middle.unit_roundoff) * (np.abs(term.value) + term.error)
+            # What the first division loses by underflow, the second factor makes larger.
+            extra += (1 + abs(predivide) * factor) * underflow(middle)
             term = replace(term, error=term.error + extra)
         terms.append((member, term))
     total = add_up([term for _, term in terms], comm)
@@ -159,6 +161,8 @@ def _combine(
         size = np.zeros(len(total.value))
         for _, values, _ in entered:
             size += np.abs(values.value)
+        if isinstance(predivide, (int, float)) and 0 < predivide < 1:
+            size /= predivide
         with np.errstate(invalid="ignore"):
             total = replace(total, overflow=total.overflow | (size * 1.01 >= comm.largest))
     estimate = cast(total, comm, target)

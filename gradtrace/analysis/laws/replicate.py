@@ -2,7 +2,8 @@
 
 Backward passes in the step, boundary claims of each micro-step, the overflow flag, and the
 collectives: their order, the parameters in them, their dtype and their members. Equal sizes make a
-mismatch silent in the run: the ranks add up different parameters.
+mismatch silent in the run: the ranks add up different parameters. Where every rank holds everything
+(stage 0), also what the optimizers are given, bit by bit: no other step would bring the weights together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
+from gradtrace.analysis.align import Event
+from gradtrace.analysis.bounds import exact
 from gradtrace.analysis.laws.common import Place, Scene, simple_finding
+from gradtrace.analysis.laws.common import check as judge
+from gradtrace.trace.dtypes import Float64
 from gradtrace.trace.records import Record
 from gradtrace.trace.spans import PADDING, Layout
 
@@ -28,6 +35,49 @@ def check(scene: Scene) -> None:
         return  # collectives of one micro_step need not be the same one then
     for micro_step in scene.micro_steps:
         _collectives(scene, micro_step)
+
+
+def check_param(scene: Scene, param: int) -> None:
+    """Compare what the ranks' optimizers are given for one parameter, where all should be the same."""
+    for point in ("master_grad", "clipped_grad"):
+        groups = {
+            scene.alignment.header(rank).dp_ranks for rank in scene.ranks if scene.replicated(rank)
+        }
+        alike = [_compare(scene, group, point, param) for group in sorted(groups)]
+        if not all(alike):
+            return  # what differs before unscaling differs after it
+
+
+def _compare(scene: Scene, group: tuple[int, ...], point: str, param: int) -> bool:
+    copies: dict[int, tuple[Event, Float64]] = {}
+    for rank in group:
+        if rank not in scene.ranks:
+            continue
+        lack = scene.lack(point, None, rank)
+        if lack is not None:
+            scene.ledger.lack(LAW, lack)
+            continue
+        events = scene.alignment.events(scene.step, None, point, rank, param)
+        if events:
+            copies[rank] = events[-1], scene.alignment.assemble(events[-1:], param).values
+    if len(copies) < 2:
+        return True
+    like = {rank: values.tobytes() for rank, (_, values) in copies.items()}
+    usual = Counter(like.values()).most_common(1)[0][0]
+    model = next(rank for rank in copies if like[rank] == usual)
+    odd = _odd_one(like)
+    before = len(scene.ledger.found)
+    for rank, (event, values) in copies.items():
+        if rank == model:
+            continue
+        expected = copies[model][1]
+        if np.array_equal(values, expected, equal_nan=True):
+            scene.ledger.passed(LAW)
+            continue
+        place = Place(LAW, scene.step, None, odd, param, point)
+        context = scene.context(place, event.dtype, event.dtype)
+        judge(scene, place, values, exact(expected), context=context, hypotheses=lambda: iter(()))
+    return len(scene.ledger.found) == before
 
 
 def _counted(scene: Scene) -> set[int]:

@@ -1,10 +1,12 @@
 """Law `unscale_clip`: what the optimizer steps with is its gradient, unscaled and clipped.
 
 clipped_grad = master_grad / (loss scale x max(1, (norm + 1e-6) / clip)), the norm being the one that
-DeepSpeed recorded, unscaled; without a clip value it is master_grad / loss scale.
+DeepSpeed clipped with, unscaled; without a clip value it is master_grad / loss scale. The loss scale
+is the one that was in effect when the step began. And the norm that DeepSpeed reports is the norm over
+all shards, unscaled.
 
 Source: deepspeed 0.19.8, unscale_and_clip_grads (stage_1_and_2.py:3193, stage3.py:2979) and
-clip_tensors_by_global_norm (runtime/utils.py) for BF16_Optimizer.
+clip_tensors_by_global_norm (runtime/utils.py) for BF16_Optimizer, clip_grad_norm_ there for stage 0.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import numpy as np
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, underflow
 from gradtrace.analysis.hypotheses import Hypothesis, weighted
-from gradtrace.analysis.laws.common import Lack, Place, Scene, check
+from gradtrace.analysis.laws.common import Lack, Norm, Place, Scene, check, simple_finding
+from gradtrace.analysis.laws.norm import gradient_norm
 from gradtrace.trace.dtypes import DTYPES, Float64
 from gradtrace.trace.records import Json
 
 LAW = "unscale_clip"
 EPSILON: Final = 1e-6  # DeepSpeed adds it to the norm
 ROUNDINGS: Final = 7  # norm / scale, + 1e-6, / clip, x scale, 1 / that, the product, and a cast
+_NEAR: Final = 1e-2
 _U32: Final = DTYPES["float32"].unit_roundoff
 
 
@@ -38,12 +42,16 @@ class _Factor:
         scale: the loss scale.
         clips: whether clipping takes a part in it.
         sure: whether ``clips`` is beyond rounding.
+        loose: how far the clip factor may lie from the run's own, relative, beside rounding.
+        after: the loss scale that the step left behind, or ``None``.
     """
 
     value: float
     scale: float
     clips: bool
     sure: bool
+    loose: float
+    after: float | None
 
 
 def check_param(scene: Scene, param: int) -> None:
@@ -62,7 +70,7 @@ def check_param(scene: Scene, param: int) -> None:
             else:
                 reason = "clipped_grad has no record, and no gap says why"
                 scene.ledger.lack(LAW, Lack("gap", reason))
-        factor = _factor(scene, rank)
+        factor = _factor(scene, rank, given[-1] if given else None)
         for event in events:
             if isinstance(factor, Lack):
                 scene.ledger.lack(LAW, factor)
@@ -74,25 +82,90 @@ def check_param(scene: Scene, param: int) -> None:
                     _check_span(scene, event, given[-1], factor, start, stop)
 
 
+def check_norm(scene: Scene) -> None:
+    """Check the norm that DeepSpeed reports of the step, on every rank."""
+    broken: list[tuple[int, float, float]] = []
+    for rank in scene.ranks:
+        facts = scene.alignment.step_end(scene.step, rank).facts
+        scale, found = _number(facts.get("loss_scale")), _number(facts.get("grad_norm"))
+        if facts.get("overflow") or scale is None or scale <= 0 or found is None:
+            continue
+        norm = gradient_norm(scene, rank)
+        if isinstance(norm, Lack):
+            scene.ledger.lack(LAW, norm)
+            continue
+        expected = norm.value / scale
+        if not math.isfinite(expected) or not math.isfinite(found):
+            continue  # the gradients' own laws judge these
+        bound = norm.relative * expected + norm.absolute / scale
+        if abs(found - expected) <= bound:
+            scene.ledger.passed(LAW, abs(found - expected) / bound if bound else 0.0)
+        else:
+            broken.append((rank, expected, found))
+    for rank, expected, found in broken[:1]:
+        single = rank if len(broken) == 1 < len(scene.ranks) else None
+        place = Place(LAW, scene.step, None, single, None, "master_grad")
+        cause, words = _norm_cause(scene, rank, found / expected if expected else math.inf)
+        detail = (
+            f"DeepSpeed reports a gradient norm of {found:.6g}; over all shards, the loss scale "
+            f"divided out, it is {expected:.6g}{words}."
+        )
+        simple_finding(scene, place, cause, detail, expected=expected, found=found)
+        scene.ledger.checked[LAW] += len(broken) - 1
+        scene.ledger.broken[LAW] += len(broken) - 1
+
+
+def _norm_cause(scene: Scene, rank: int, ratio: float) -> tuple[str, str]:
+    facts = scene.alignment.step_end(scene.step, rank).facts
+    scale, after = _number(facts.get("loss_scale")), _number(facts.get("loss_scale_after"))
+    if scale and scale != 1 and abs(ratio / scale - 1) < _NEAR:
+        return "not_unscaled", f": the loss scale ({scale:g}) was not divided out"
+    if scale and after and after != scale and abs(ratio * after / scale - 1) < _NEAR:
+        return "scaled", f": it was divided by the next step's loss scale ({after:g})"
+    return "scaled", ""
+
+
 def _number(value: Json) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value)
 
 
-def _factor(scene: Scene, rank: int) -> _Factor | Lack:
+def _factor(scene: Scene, rank: int, given: Event | None) -> _Factor | Lack:
     facts = scene.alignment.step_end(scene.step, rank).facts
     scale, clip = _number(facts.get("loss_scale")), _number(facts.get("clip"))
+    after = _number(facts.get("loss_scale_after"))
     if scale is None or clip is None or scale <= 0:
         return Lack("skip", "the loss scale or the clip value is not known")
     if clip <= 0:
-        return _Factor(1 / scale, scale, False, True)
-    norm = _number(facts.get("grad_norm"))
-    if norm is None or not math.isfinite(norm) or norm < 0:
+        return _Factor(1 / scale, scale, False, True, 0.0, after)
+    norm = _clip_norm(scene, rank, given, scale)
+    if isinstance(norm, Lack):
+        return norm
+    ratio = (norm.value + EPSILON) / clip
+    loose = norm.relative + norm.absolute / (norm.value + EPSILON)
+    if after is not None:
+        # DeepSpeed adds the 1e-6 to what the scale that it left behind makes of the norm.
+        loose += EPSILON * abs(after / scale - 1) / (norm.value + EPSILON)
+    sure = abs(ratio - 1) > gamma(ROUNDINGS, _U32) + loose
+    return _Factor(1 / (scale * max(1.0, ratio)), scale, ratio > 1, sure, loose, after)
+
+
+def _clip_norm(scene: Scene, rank: int, given: Event | None, scale: float) -> Norm | Lack:
+    """Return the unscaled norm that was clipped with: as it was used, as reported, or recomputed."""
+    used = None if given is None else _number(given.record.facts.get("total_norm"))
+    reported = _number(scene.alignment.step_end(scene.step, rank).facts.get("grad_norm"))
+    value = used / scale if used is not None else reported
+    if value is None:
+        norm = gradient_norm(scene, rank)
+        if isinstance(norm, Lack):
+            return norm
+        norm = Norm(norm.value / scale, norm.relative, norm.absolute / scale)
+    else:
+        norm = Norm(value, 0.0, 0.0)
+    if not math.isfinite(norm.value) or norm.value < 0:
         return Lack("skip", "the gradient norm was not recorded, or is not finite")
-    ratio = (norm + EPSILON) / clip
-    sure = abs(ratio - 1) > gamma(ROUNDINGS, _U32)
-    return _Factor(1 / (scale * max(1.0, ratio)), scale, ratio > 1, sure)
+    return norm
 
 
 def _check_span(
@@ -114,6 +187,13 @@ def _check_span(
             yield Hypothesis(
                 "not_unscaled", words, weighted([(factor.scale, estimate)], event.dtype)
             )
+        if factor.after and factor.after != factor.scale:
+            words = (
+                f"The gradient was divided by the next step's loss scale ({factor.after:g}), while the "
+                f"loss had been multiplied by {factor.scale:g}."
+            )
+            ratio = factor.scale / factor.after
+            yield Hypothesis("scaled", words, weighted([(ratio, estimate)], event.dtype))
         seen = _measured(found, master)
         if seen is not None:
             words = (
@@ -135,6 +215,7 @@ def _estimate(master: Float64, factor: _Factor, event: Event) -> Estimate:
         error = np.zeros(len(master))
         if factor.clips or not factor.sure or not is_power_of_two(factor.scale):
             growth = gamma(ROUNDINGS, max(_U32, event.dtype.unit_roundoff))
+            growth += factor.loose * (1 + growth)
             error = growth * np.abs(value) + underflow(event.dtype)
         elif factor.scale != 1:
             error += underflow(event.dtype)

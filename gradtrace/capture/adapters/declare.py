@@ -42,7 +42,12 @@ class Model:
         """Return the live object that a probe's method belongs to."""
         if name == "engine":
             return self.engine
-        return self.optimizer if name == "optimizer" else self.optimizer.optimizer
+        return self.optimizer if name == "optimizer" else self.base_optimizer
+
+    @property
+    def base_optimizer(self) -> Any:
+        """Return the optimizer that DeepSpeed's wraps, or the only one there is."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def place(self, parameter: Any) -> tuple[int, int]:
         """Return a live parameter's optimizer group and its position there."""
@@ -114,6 +119,8 @@ class Adapter:
     Attributes:
         name: recorded as ``effective.adapter``.
         optimizer_class: class name, without package.
+        any_subclass: whether subclasses are traced whatever they override, because nothing but the call
+            of their ``step`` is looked at.
         probes: where its points are seen.
         refusals: what this release does not trace.
         attributes: optimizer attributes that anything below reads.
@@ -139,6 +146,7 @@ class Adapter:
     window_open: Callable[[Model], bool]
     dp_group: Callable[[Model], Any]
     effective: Callable[[Model], Mapping[str, Any]]
+    any_subclass: bool = False
 
 
 def fill_padding(pieces: Iterable[Piece], numel: int, padding: int) -> tuple[Piece, ...]:

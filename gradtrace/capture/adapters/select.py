@@ -13,11 +13,13 @@ import torch
 
 from gradtrace.capture.adapters.bf16 import BF16
 from gradtrace.capture.adapters.declare import Adapter, Model, Probe, Refusal
+from gradtrace.capture.adapters.fp16 import FP16, FP16_UNFUSED
+from gradtrace.capture.adapters.plain import PLAIN
 from gradtrace.capture.adapters.zero3 import ZERO3
 from gradtrace.capture.adapters.zero12 import ZERO12
 from gradtrace.errors import NotAnEngineError, ProbeError, UnsupportedEngineError
 
-ADAPTERS: Final = (ZERO12, BF16, ZERO3)
+ADAPTERS: Final = (ZERO12, BF16, ZERO3, FP16, FP16_UNFUSED, PLAIN)
 # What the step clock needs of the engine and of any optimizer.
 ENGINE_METHODS: Final = (
     "forward",
@@ -74,8 +76,6 @@ def check_engine(engine: Any) -> None:
         )
     if type(engine) is not DeepSpeedEngine:
         refuse(f"a {type(engine).__name__}", "this release traces the plain DeepSpeedEngine only")
-    if int(engine.zero_optimization_stage()) == 0:
-        refuse("ZeRO stage 0", "this release traces stages 1, 2 and 3")
     if engine.optimizer is None:
         refuse("an engine without an optimizer", "there is no gradient path to trace")
 
@@ -90,15 +90,11 @@ def refuse(found: str, reason: str) -> NoReturn:
     )
 
 
-def _engine_dtype(model: Model) -> torch.dtype | None:
-    return getattr(model.optimizer, "dtype", None)
-
-
 COMMON_REFUSALS: Final = (
     Refusal(
-        "fp16",
-        lambda m: _engine_dtype(m) == torch.float16,
-        "loss scaling with skipped steps is not in this release",
+        "fp16_master_weights_and_grads",
+        lambda m: bool(getattr(m.optimizer, "fp16_master_weights_and_gradients", False)),
+        "it needs the optimizer on the CPU and keeps scaled fp16 gradients there",
     ),
     Refusal(
         "torch_autocast",
@@ -186,7 +182,7 @@ def select(model: Model) -> Adapter:
         overridden = [
             name for name in changed if getattr(kind, name, None) is not getattr(family, name, None)
         ]
-        if overridden:
+        if overridden and not adapter.any_subclass:
             refuse(f"{kind.__name__}", f"it overrides {', '.join(overridden)}")
         for refusal in (*COMMON_REFUSALS, *adapter.refusals):
             if refusal.applies(model):
@@ -264,7 +260,7 @@ def engine_settings(model: Model) -> Mapping[str, Any]:
     managed = _called(engine, "managed_gradient_accumulation")
     return {
         "optimizer": type(model.optimizer).__name__,
-        "base_optimizer": type(getattr(model.optimizer, "optimizer", None)).__name__,
+        "base_optimizer": type(model.base_optimizer).__name__,
         "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
         "managed_gradient_accumulation": True if managed is None else bool(managed),
         "sequence_parallel_size": 1,
@@ -278,21 +274,28 @@ def ds_config(engine: Any) -> dict[str, Any]:
 
 
 def loss_scale(model: Model) -> float:
-    """Return the loss scale that the optimizer holds; 1 where it has none."""
-    value = getattr(model.optimizer, "loss_scale", None)
+    """Return the loss scale that the optimizer holds; 1 where it has none.
+
+    ``FP16_Optimizer`` answers None under bf16, and divides by ``cur_scale`` all the same; since 0.18.6
+    that stands in its ``loss_scale_config``.
+    """
+    holder = model.optimizer
+    value = getattr(holder, "loss_scale", None)
     if value is None:
-        value = getattr(model.optimizer, "cur_scale", None)
+        value = getattr(getattr(holder, "loss_scale_config", holder), "cur_scale", None)
     return 1.0 if value is None else float(value)
 
 
 def step_facts(model: Model, scale: float) -> dict[str, Any]:
     """Return the step's scalars; ``scale`` is the loss scale before the optimizer changed it."""
     optimizer, engine = model.optimizer, model.engine
+    clip = getattr(optimizer, "clip_grad", None)
     return {
         "loss_scale": scale,
+        "loss_scale_after": loss_scale(model),
         "overflow": bool(getattr(optimizer, "overflow", False)),
         "grad_norm": getattr(optimizer, "_global_grad_norm", None),
-        "clip": float(getattr(optimizer, "clip_grad", 0.0)),
+        "clip": float(engine.gradient_clipping() if clip is None else clip),
         "lr": [group.get("lr") for group in optimizer.param_groups],
         "engine_micro_steps": int(engine.micro_steps),
         "engine_global_steps": int(engine.global_steps),

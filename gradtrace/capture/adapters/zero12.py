@@ -197,7 +197,8 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
     for group, master in enumerate(model.optimizer.single_partition_of_fp32_groups):
         if master.grad is not None and master.grad.data_ptr() == gradients[0].data_ptr():
             unit = f"group{group}"
-            yield Sighting(unit, ((gradients[0], model.shards[unit]),))
+            facts = {"total_norm": call.arguments["total_norm"]}
+            yield Sighting(unit, ((gradients[0], model.shards[unit]),), facts)
 
 
 def _local_accum(model: Model, _: Call) -> Iterable[Sighting]:
@@ -309,7 +310,7 @@ ZERO12 = Adapter(
             "unscale_and_clip_grads",
             "before",
             _given,
-            arguments=("grad_groups_flat",),
+            arguments=("grad_groups_flat", "total_norm"),
             source="0.19.8 stage_1_and_2.py:3193",
         ),
         Probe(
@@ -317,7 +318,7 @@ ZERO12 = Adapter(
             "unscale_and_clip_grads",
             "after",
             _given,
-            arguments=("grad_groups_flat",),
+            arguments=("grad_groups_flat", "total_norm"),
             source="0.19.8 stage_1_and_2.py:3193",
         ),
     ),

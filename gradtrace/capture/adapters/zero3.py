@@ -102,7 +102,8 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
     gradient = model.optimizer.fp32_partitioned_groups_flat[number].grad
     if gradient is not None:
         unit = f"sub_group{number}"
-        yield Sighting(unit, ((gradient, model.shards[unit]),))
+        facts = {"total_norm": call.arguments["total_norm"]}
+        yield Sighting(unit, ((gradient, model.shards[unit]),), facts)
 
 
 def _effective(model: Model) -> Mapping[str, Any]:
@@ -177,7 +178,7 @@ ZERO3 = Adapter(
             "unscale_and_clip_grads",
             "before",
             _given,
-            arguments=("sub_group_id",),
+            arguments=("sub_group_id", "total_norm"),
             source="0.19.8 stage3.py:2979",
         ),
         Probe(
@@ -185,7 +186,7 @@ ZERO3 = Adapter(
             "unscale_and_clip_grads",
             "after",
             _given,
-            arguments=("sub_group_id",),
+            arguments=("sub_group_id", "total_norm"),
             source="0.19.8 stage3.py:2979",
         ),
     ),

@@ -41,4 +41,5 @@ class Entry:
             setup.client,
             setup.overflow_in,
             str(setup.config.get("torch_autocast")),
+            str(setup.config.get("fp16")),  # another loss scale skips other steps
         )

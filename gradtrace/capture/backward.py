@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from gradtrace.capture.adapters import select
-from gradtrace.capture.adapters.declare import Model
+from gradtrace.capture.adapters.declare import Model, optimizer_boundary
 from gradtrace.capture.clock import StepClock
 from gradtrace.capture.patching import Patches, add_hook
 
@@ -160,7 +160,7 @@ class BackwardWatch:
         facts["output_dtypes"] = [
             str(dtype).removeprefix("torch.") for _, _, dtype in self._factors
         ]
-        facts["optimizer_boundary"] = select.optimizer_boundary(self._model)
+        facts["optimizer_boundary"] = optimizer_boundary(self._model)
         return facts
 
     def _around_backward(

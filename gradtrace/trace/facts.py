@@ -22,6 +22,10 @@ def _number(value: Any) -> bool:
     return True  # null too: not known
 
 
+def _positive(value: Any) -> bool:
+    return value is None or (_number(value) and 0 < float(value) < float("inf"))
+
+
 def _flag(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
@@ -72,8 +76,14 @@ _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
         "output_dtypes": _list_of(_text),
     },
     "local_accum": {"carry": _flag},
-    "bucket": {"comm_dtype": _text, "ranks": _ranks, "op": lambda v: v in ("mean", "sum")},
     "master_grad": {"total_norm": _number},
+    "bucket": {
+        "comm_dtype": _text,
+        "ranks": _ranks,
+        "op": lambda v: v in ("mean", "sum"),
+        "division": lambda v: v in (None, "bucket", "wire", "sum", "none"),
+        "predivide": _positive,
+    },
 }
 _STEP: Final[Mapping[str, Fits]] = {
     "loss_scale": _number,

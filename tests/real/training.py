@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from gradtrace.testing.ranks import run_ranks
+from tests.real.models import MODELS
 
 Mode = Literal[
     "managed",
@@ -47,6 +48,7 @@ class Setup:
     groups: bool = False
     batch: int = 2
     client: Client = "config"
+    zero_init: bool = False  # the model is built under deepspeed.zero.Init
     overflow_in: tuple[
         int, ...
     ] = ()  # steps whose last micro-step meets an infinite input on rank 0
@@ -65,6 +67,8 @@ class Setup:
             changed["client"] = self.client
         if self.groups:
             changed["groups"] = True
+        if self.zero_init:
+            changed["zero_init"] = True
         if self.overflow_in:
             changed["overflow_in"] = self.overflow_in
         extra = "".join(f"-{k}={v}" for k, v in changed.items())
@@ -139,8 +143,27 @@ class Sparse(torch.nn.Module):
         return out
 
 
+class Routed(torch.nn.Module):
+    """Route rows to two experts, which DeepSpeed reduces over a group of their own."""
+
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first = torch.nn.Linear(7, 7)
+        self.experts = MoE(7, torch.nn.Linear(7, 7), num_experts=2, use_rts=False)
+        self.last = torch.nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed, _, _ = self.experts(torch.tanh(self.first(x)))
+        out: torch.Tensor = self.last(routed)
+        return out
+
+
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
+    if name in MODELS:
+        return MODELS[name]()
     if name == "mlp":  # sizes that 2 does not divide: padding, and a parameter cut in two
         return torch.nn.Sequential(
             torch.nn.Linear(7, 33),
@@ -157,6 +180,8 @@ def build(name: str) -> torch.nn.Module:
         return Checkpointed(name == "reentrant")
     if name == "sparse":
         return Sparse()
+    if name == "moe":
+        return Routed()
     raise AssertionError(name)
 
 
@@ -165,7 +190,6 @@ def initialize(setup: Setup) -> Any:
 
     if setup.fp16:
         allow_fp16()
-    model = build(setup.model)
     managed = setup.mode == "managed"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.batch,
@@ -181,6 +205,9 @@ def initialize(setup: Setup) -> Any:
         config["fp16"] = {"enabled": True, "loss_scale": 128.0}
     if setup.mode == "unmanaged":
         config["managed_gradient_accumulation"] = False
+    sharded = deepspeed.zero.Init(config_dict_or_path=config) if setup.zero_init else nullcontext()
+    with sharded:
+        model = build(setup.model)
     parameters: Any = [p for p in model.parameters() if p.requires_grad]
     if setup.groups:
         parameters = [

@@ -98,6 +98,7 @@ def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
                 pieces.append((one.record.micro_step, piece))
         if len(pieces) > 1 or before is not None:
             yield from micro_step_hypotheses(context, pieces, before=before)
+        yield from _stepped_with(scene, event, start, stop)
         yield from _swapped(scene, event, stop - start)
 
     check(
@@ -158,6 +159,20 @@ def _nothing(scene: Scene, rank: int, param: int, dtype: Dtype) -> tuple[_Parts,
         if events:
             return Lack("gap", "what was reduced has no record, and no gap says why")
     return [], dtype
+
+
+def _stepped_with(scene: Scene, event: Event, start: int, stop: int) -> Iterator[Hypothesis]:
+    """Propose that the buffer, unscaled and clipped in place, still holds the step before."""
+    previous = scene.alignment.previous_step(scene.step)
+    if previous is None:
+        return
+    for used in scene.alignment.events(
+        previous, None, "clipped_grad", event.record.rank, event.param
+    ):
+        values = scene.alignment.cut(used, start, stop)
+        if values is not None:
+            words = "The optimizer is given what it stepped with in the step before."
+            yield Hypothesis("stale", words, exact(values))
 
 
 def _swapped(scene: Scene, event: Event, numel: int) -> Iterator[Hypothesis]:

@@ -24,9 +24,12 @@ from gradtrace.analysis.laws.common import (
     last_of_previous,
 )
 from gradtrace.trace.dtypes import DTYPES, Dtype
+from gradtrace.trace.records import Facts, Json
 
 LAW = "reduce"
 MOST_PEERS = 32
+_Entered = list[tuple[int, Estimate, Dtype]]
+_Terms = list[tuple[int, Estimate]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def expect(
         return Lack("skip", "the ranks of the collective were not recorded")
     if not set(ranks) <= set(scene.ranks):
         return Lack("skip", "ranks of the collective are not in the trace")
-    entered: list[tuple[int, Estimate, Dtype]] = []
+    entered: _Entered = []
     for member in ranks:
         lack = scene.lack("bucket", micro_step, member)
         if lack is not None:
@@ -122,32 +125,70 @@ def expect(
         if values is None:
             return Lack("gap", "a bucket holds only a part of the parameter")
         entered.append((member, exact(values), events[at].dtype))
-    return _combine(scene, rank, facts.get("op"), facts.get("comm_dtype"), entered, target)
+    return _combine(scene, rank, facts, entered, target)
 
 
 def _combine(
     scene: Scene,
     rank: int,
-    op: object,
-    comm_name: object,
-    entered: list[tuple[int, Estimate, Dtype]],
+    facts: Facts,
+    entered: _Entered,
     target: Dtype,
 ) -> Reduction | Lack:
     source = coarsest(*(dtype for _, _, dtype in entered))
-    comm = DTYPES.get(str(comm_name), source)
+    comm = DTYPES.get(str(facts.get("comm_dtype")), source)
+    op, division = facts.get("op"), facts.get("division")
     if op not in ("mean", "sum"):
         return Lack("skip", "the kind of reduction was not recorded")
     factor = mean_factor(scene, rank, len(entered)) if op == "mean" else 1.0
     middle = coarsest(source, comm)
+    if division is None:
+        terms, total = _by_settings(scene, rank, entered, op == "mean", factor, comm)
+    else:
+        before = _number(facts.get("predivide")) or 1.0
+        terms, total = _as_divided(entered, str(division), before, factor, comm)
+    estimate = cast(total, comm, target)
+    own = next(values for member, values, _ in entered if member == rank)
+    dtype = coarsest(middle, target)
+    return Reduction(estimate, tuple(terms), own, factor, dtype)
+
+
+def _as_divided(
+    entered: _Entered, division: str, before: float, factor: float, comm: Dtype
+) -> tuple[_Terms, Estimate]:
+    """Return the contributions and their sum, computed in the order that the run was seen to take.
+
+    Args:
+        division: where the mean is formed; see docs/laws/reduce.md.
+        before: what the contributions are divided by before the sum, where the rest comes after it.
+    """
+    early = 1.0 if division in ("sum", "none") else factor
+    terms: _Terms = []
+    summed: list[Estimate] = []
+    for member, values, dtype in entered:
+        if division == "bucket":
+            part = cast(scale(values, early, dtype), dtype, comm)
+        else:
+            part = scale(scale(cast(values, dtype, comm), early, comm), 1 / before, comm)
+        summed.append(part)
+        terms.append((member, exact(values.value * factor)))
+    return terms, scale(add_up(summed, comm), factor * before / early, comm)
+
+
+def _by_settings(
+    scene: Scene, rank: int, entered: _Entered, mean: bool, factor: float, comm: Dtype
+) -> tuple[_Terms, Estimate]:
+    """Return the contributions and their sum, with a bound for every order that settings allow."""
+    middle = coarsest(comm, *(dtype for _, _, dtype in entered))
     predivide = scene.fact(rank, "gradient_predivide_factor")
     # Only this path sums before it divides; the others divide each contribution first.
     late = (
-        op == "mean"
+        mean
         and scene.fact(rank, "postscale_gradients") is not False
         and scene.fact(rank, "reduce_scatter") is not True
         and scene.fact(rank, "adapter") != "zero3"
     )
-    terms: list[tuple[int, Estimate]] = []
+    terms: _Terms = []
     for member, values, dtype in entered:
         term = scale(cast(values, dtype, comm), factor, middle)
         if isinstance(predivide, (int, float)) and predivide not in (0, 1):
@@ -165,10 +206,13 @@ def _combine(
             size /= predivide
         with np.errstate(invalid="ignore"):
             total = replace(total, overflow=total.overflow | (size * 1.01 >= comm.largest))
-    estimate = cast(total, comm, target)
-    own = next(values for member, values, _ in entered if member == rank)
-    dtype = coarsest(middle, target)
-    return Reduction(estimate, tuple(terms), own, factor, dtype)
+    return terms, total
+
+
+def _number(value: Json) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
 
 
 def mean_factor(scene: Scene, rank: int, world: int) -> float:

@@ -149,6 +149,16 @@ class Adapter:
     any_subclass: bool = False
 
 
+def optimizer_boundary(model: Model) -> bool | None:
+    """Return the optimizer's own boundary claim.
+
+    A bool attribute up to 0.18.9, a method in 0.19: its truth value alone would always be true.
+    """
+    claim = getattr(model.optimizer, "is_gradient_accumulation_boundary", None)
+    claim = claim() if callable(claim) else claim
+    return None if claim is None else bool(claim)
+
+
 def fill_padding(pieces: Iterable[Piece], numel: int, padding: int) -> tuple[Piece, ...]:
     """Return pieces sorted by tensor offset, with padding pieces in the holes up to ``numel``."""
     filled: list[Piece] = []

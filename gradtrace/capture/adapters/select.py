@@ -98,8 +98,12 @@ COMMON_REFUSALS: Final = (
     ),
     Refusal(
         "torch_autocast",
-        lambda m: bool(_called(m.engine, "torch_autocast_enabled")),
-        "a bucket for each autocast dtype is not in this release",
+        lambda m: (
+            bool(_called(m.engine, "torch_autocast_enabled"))
+            and not hasattr(m.optimizer, "average_tensor")
+            and not hasattr(m.optimizer, "fp16_partitioned_groups_flat")
+        ),
+        "a bucket for each autocast dtype is traced at stages 1, 2 and 3 only",
     ),
     Refusal(
         "sequence parallelism",
@@ -182,11 +186,11 @@ def select(model: Model) -> Adapter:
         overridden = [
             name for name in changed if getattr(kind, name, None) is not getattr(family, name, None)
         ]
-        if overridden and not adapter.any_subclass:
-            refuse(f"{kind.__name__}", f"it overrides {', '.join(overridden)}")
         for refusal in (*COMMON_REFUSALS, *adapter.refusals):
             if refusal.applies(model):
                 refuse(refusal.found, refusal.reason)
+        if overridden and not adapter.any_subclass:
+            refuse(f"{kind.__name__}", f"it overrides {', '.join(overridden)}")
         return adapter
     refuse(
         f"optimizer {kind.__name__}", f"known are {', '.join(a.optimizer_class for a in ADAPTERS)}"
@@ -300,16 +304,6 @@ def step_facts(model: Model, scale: float) -> dict[str, Any]:
         "engine_micro_steps": int(engine.micro_steps),
         "engine_global_steps": int(engine.global_steps),
     }
-
-
-def optimizer_boundary(model: Model) -> bool | None:
-    """Return the optimizer's own boundary claim.
-
-    A bool attribute up to 0.18.9, a method in 0.19: its truth value alone would always be true.
-    """
-    claim = getattr(model.optimizer, "is_gradient_accumulation_boundary", None)
-    claim = claim() if callable(claim) else claim
-    return None if claim is None else bool(claim)
 
 
 def patch_initialize(on_engine: Callable[[Any], None]) -> Callable[[], None]:

@@ -7,142 +7,17 @@ attributes: ``ipg_buckets`` (a bucket for each communication dtype) came with 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, fill_padding
+from gradtrace.capture.adapters import zero12_collectives as collectives
+from gradtrace.capture.adapters import zero12_layout as layout
+from gradtrace.capture.adapters import zero12_offload as offload
+from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
-
-
-def _rank(model: Model, group: int) -> int:
-    return torch.distributed.get_rank(group=model.optimizer.real_dp_process_group[group])
-
-
-def _own(model: Model, group: int, param: Any) -> tuple[int, int, int] | None:
-    """Return (offset in the parameter, offset in the shard, numel) of this rank's range.
-
-    Read from the partition's own tables: under ``round_robin_gradients`` DeepSpeed's
-    ``_hp_mapping`` and safe_get_full_* name other parameters' data.
-    """
-    optimizer = model.optimizer
-    rank, number = _rank(model, group), optimizer.get_param_id(param)
-    start = optimizer.grad_start_offset[group][rank].get(number)
-    if start is None:
-        return None
-    into = optimizer.grad_partition_insertion_offset[group][rank][number]
-    numel = min(param.numel() - start, int(optimizer.partition_size[group]) - into)
-    return int(start), int(into), int(numel)
-
-
-def _averages(model: Model) -> bool:
-    """Say whether a reduction divides by the world size; the setting came with 0.19.3."""
-    return bool(getattr(model.optimizer, "gradient_average", True))
-
-
-def _reduction_stream(model: Model) -> Any:
-    """Return the stream that reductions run on; it exists, unused, without ``overlap_comm`` too."""
-    return model.optimizer.reduction_stream if model.optimizer.overlap_comm else None
-
-
-def _places(model: Model) -> Mapping[int, tuple[int, int]]:
-    return {
-        model.of(param): (group, position)
-        for group, params in enumerate(model.optimizer.bit16_groups)
-        for position, param in enumerate(params)
-    }
-
-
-def _shard(model: Model, group: int) -> tuple[Piece, ...]:
-    pieces = []
-    for param in model.optimizer.bit16_groups[group]:
-        own = _own(model, group, param)
-        if own is not None:
-            start, into, numel = own
-            pieces.append(Piece(model.of(param), start, into, numel))
-    return fill_padding(pieces, int(model.optimizer.partition_size[group]), PADDING)
-
-
-def _shards(model: Model) -> Mapping[str, tuple[Piece, ...]]:
-    return {
-        f"group{group}": _shard(model, group) for group in range(len(model.optimizer.bit16_groups))
-    }
-
-
-def _bucket_members(model: Model, dtype: torch.dtype) -> Iterator[tuple[int, Any, int]]:
-    """Yield (group, parameter, offset in the bucket) in the bucket's own order."""
-    optimizer = model.optimizer
-    if hasattr(optimizer, "ipg_buckets"):
-        entries = optimizer.ipg_buckets[dtype].params
-    else:
-        entries = optimizer.params_in_ipg_bucket
-    offset = 0
-    for entry in entries:
-        group, param = entry[0], optimizer.param_dict[entry[2]]
-        yield group, param, offset
-        offset += param.numel()
-
-
-def _bucket_dtype(model: Model, call: Call) -> torch.dtype:
-    dtype: torch.dtype = call.arguments.get(
-        "communication_data_type", model.optimizer.communication_data_type
-    )
-    return dtype
-
-
-def _bucket(model: Model, call: Call) -> Iterable[Sighting]:
-    dtype = _bucket_dtype(model, call)
-    pieces = tuple(
-        Piece(model.of(param), 0, offset, param.numel())
-        for _, param, offset in _bucket_members(model, dtype)
-    )
-    group = model.optimizer.dp_process_group
-    facts = {
-        "comm_dtype": dtype,
-        "ranks": torch.distributed.get_process_group_ranks(group),
-        "op": "mean" if _averages(model) else "sum",
-    }
-    yield Sighting(_unit(dtype), ((call.arguments["tensor"], pieces),), facts)
-
-
-def _reduced(model: Model, call: Call) -> Iterable[Sighting]:
-    # With reduce_scatter only the own ranges are defined: foreign slices hold this rank's gradient
-    # divided by the world size, or the mean, depending on how the bucket was split (measured).
-    dtype = _bucket_dtype(model, call)
-    pieces = []
-    for group, param, offset in _bucket_members(model, dtype):
-        if not model.optimizer.reduce_scatter:
-            pieces.append(Piece(model.of(param), 0, offset, param.numel()))
-            continue
-        own = _own(model, group, param)
-        if own is not None:
-            start, _, numel = own
-            pieces.append(Piece(model.of(param), start, offset + start, numel))
-    if pieces:
-        yield Sighting(_unit(dtype), ((call.arguments["tensor"], tuple(pieces)),))
-
-
-def _unit(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _partition(model: Model, call: Call) -> Iterable[Sighting]:
-    param = call.arguments["param"]
-    group, _ = model.place(param)
-    own = _own(model, group, param)
-    gradient = model.optimizer.get_gradient_for_reduction(param)
-    if own is not None and gradient is not None and not _compact(model, group):
-        start, _, numel = own
-        index = model.of(param)
-        yield Sighting(model.names[index], ((gradient, (Piece(index, start, start, numel),)),))
-
-
-def _compact(model: Model, group: int) -> bool:
-    """Say whether reduced shards are added straight into one flat fp32 buffer (since 0.19)."""
-    test = getattr(model.optimizer, "_use_compact_grad_partition_buffer", None)
-    return bool(test is not None and test(group))
 
 
 def _accumulated(model: Model, _: Call) -> Iterable[Sighting]:
@@ -150,19 +25,22 @@ def _accumulated(model: Model, _: Call) -> Iterable[Sighting]:
     for group in range(len(optimizer.bit16_groups)):
         averaged = optimizer.averaged_gradients.get(group)
         waiting = getattr(optimizer, "all_grad_tensors", {}).get(group)
+        parts: Iterable[layout.Part] = ()
         if averaged is not None:
-            yield Sighting(f"group{group}", _from_shard(model, group, averaged))
+            parts = _from_shard(model, group, averaged)
         elif waiting is not None:
-            yield Sighting(f"group{group}", _from_full(model, group, waiting))
+            parts = _from_full(model, group, waiting)
+        for alike in layout.by_dtype(parts):
+            yield Sighting(f"group{group}", alike)
 
 
-def _from_shard(model: Model, group: int, averaged: Any) -> Any:
+def _from_shard(model: Model, group: int, averaged: Any) -> Iterable[layout.Part]:
     """Return the parts of a list of tensors that together are this rank's flat shard."""
     flat = getattr(averaged, "flat_partition", None)
     shard = model.shards[f"group{group}"]
     if flat is not None:
         return ((flat, shard),)
-    parts = []
+    parts: list[layout.Part] = []
     at = 0
     for tensor in averaged:
         end = at + tensor.numel()
@@ -178,18 +56,16 @@ def _from_shard(model: Model, group: int, averaged: Any) -> Any:
         )
         parts.append((tensor, inside))
         at = end
-    return tuple(parts)
+    return parts
 
 
-def _from_full(model: Model, group: int, gradients: list[torch.Tensor]) -> Any:
+def _from_full(model: Model, group: int, gradients: list[torch.Tensor]) -> Iterable[layout.Part]:
     """Return the parts of full-size gradients, of which only this rank's ranges are reduced."""
-    parts = []
     for param, gradient in zip(model.optimizer.params_in_partition[group], gradients, strict=True):
-        own = _own(model, group, param)
+        own = layout.own_range(model, group, param)
         if own is not None:
             start, _, numel = own
-            parts.append((gradient, (Piece(model.of(param), start, start, numel),)))
-    return tuple(parts)
+            yield gradient, (Piece(model.of(param), start, start, numel),)
 
 
 def _given(model: Model, call: Call) -> Iterable[Sighting]:
@@ -202,7 +78,8 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
 
 
 def _local_accum(model: Model, _: Call) -> Iterable[Sighting]:
-    if model.optimizer.partition_gradients:
+    optimizer = model.optimizer
+    if optimizer.partition_gradients and not getattr(optimizer, "_coalesce_grad_reduction", False):
         return  # stage 2 hands each micro-step's own gradient to the reduction
     for params in model.optimizer.bit16_groups:
         for param in params:
@@ -219,15 +96,22 @@ def _carries(model: Model, param: torch.nn.Parameter) -> bool:
 
 
 def _window_open(model: Model) -> bool:
-    return int(model.optimizer.micro_step_id) >= 0
+    if int(model.optimizer.micro_step_id) >= 0:
+        return True
+    # Stage 1 with non-contiguous gradients has no hooks, and counts no micro-steps.
+    return any(_carries(model, param) for group in model.optimizer.bit16_groups for param in group)
 
 
 def _absent(model: Model) -> Mapping[str, str]:
     absent = {}
-    if model.optimizer.partition_gradients:
+    optimizer = model.optimizer
+    # Where it can be told to, stage 2 too accumulates locally before it reduces.
+    if optimizer.partition_gradients and not hasattr(optimizer, "_coalesce_grad_reduction"):
         absent["local_accum"] = "stage 2 reduces every micro-step"
-    if all(_compact(model, group) for group in range(len(model.optimizer.bit16_groups))):
+    if layout.all_compact(model):
         absent["partition"] = "reduced shards are added straight into an fp32 buffer"
+    elif not optimizer.contiguous_gradients:
+        absent["partition"] = "reduced gradients stay where autograd left them"
     return absent
 
 
@@ -237,8 +121,10 @@ def _effective(model: Model) -> Mapping[str, Any]:
         "zero_stage": 2 if optimizer.partition_gradients else 1,
         "model_dtype": optimizer.dtype,
         "grad_accum_dtype": optimizer.gradient_accumulation_dtype,
-        "communication_dtype": optimizer.communication_data_type,
-        "gradient_average": _averages(model),
+        "communication_dtype": max(
+            collectives.wires(model), key=lambda wire: float(torch.finfo(wire).eps)
+        ),
+        "gradient_average": collectives.averages(model),
         "gradient_predivide_factor": float(optimizer.gradient_predivide_factor),
         "postscale_gradients": bool(optimizer.postscale_gradients),
         "reduce_scatter": bool(optimizer.reduce_scatter),
@@ -249,6 +135,31 @@ def _effective(model: Model) -> Mapping[str, Any]:
         "gradient_clipping": float(optimizer.clip_grad),
         "offload_optimizer": bool(optimizer.cpu_offload),
     }
+
+
+def _of_list(method: str, source: str, required: bool = True) -> tuple[Probe, Probe]:
+    """Return the probes of a reduction that takes a list of gradients."""
+    return (
+        Probe(
+            "bucket",
+            method,
+            "before",
+            collectives.bucket_of_list,
+            arguments=("grads",),
+            required=required,
+            source=source,
+        ),
+        Probe(
+            "reduced",
+            method,
+            "after",
+            collectives.reduced_list,
+            arguments=("grads",),
+            required=required,
+            stream=collectives.reduction_stream,
+            source=source,
+        ),
+    )
 
 
 ZERO12 = Adapter(
@@ -267,7 +178,7 @@ ZERO12 = Adapter(
             "bucket",
             "average_tensor",
             "before",
-            _bucket,
+            collectives.bucket,
             arguments=("tensor",),
             attributes=("param_dict", "dp_process_group"),
             source="0.19.8 stage_1_and_2.py:1590",
@@ -276,19 +187,49 @@ ZERO12 = Adapter(
             "reduced",
             "average_tensor",
             "after",
-            _reduced,
+            collectives.reduced,
             arguments=("tensor",),
-            stream=_reduction_stream,
+            stream=collectives.reduction_stream,
             source="0.19.8 stage_1_and_2.py:1590; the reduction runs on reduction_stream (1607)",
+        ),
+        *_of_list("buffered_reduce_fallback", "0.19.8 stage_1_and_2.py:2538"),
+        *_of_list(
+            "_buffered_reduce_fallback_preserving_fp32",
+            "0.19.8 stage_1_and_2.py:2510; with a separate fp32 buffer, since 0.19",
+            required=False,
+        ),
+        Probe(
+            "partition",
+            "copy_grads_in_partition",
+            "before",
+            offload.partition_before,
+            arguments=("param",),
+            source="0.19.8 stage_1_and_2.py:2160; the host buffer is added to it in place",
         ),
         Probe(
             "partition",
             "copy_grads_in_partition",
             "after",
-            _partition,
+            offload.partition_after,
             arguments=("param",),
-            stream=_reduction_stream,
+            stream=collectives.reduction_stream,
             source="0.19.8 stage_1_and_2.py:2142; called under reduction_stream (2244)",
+        ),
+        Probe(
+            "accumulated",
+            "async_accumulate_grad_in_cpu_via_gpu",
+            "after",
+            offload.host_accumulated,
+            arguments=("param",),
+            source="0.19.8 stage_1_and_2.py:1809; called on the stream of the reduction",
+        ),
+        Probe(
+            "accumulated",
+            "async_inplace_copy_grad_to_fp32_buffer_from_gpu",
+            "after",
+            offload.host_master,
+            arguments=("param",),
+            source="0.19.8 stage_1_and_2.py:1888; called on the stream of the reduction",
         ),
         Probe(
             "accumulated",
@@ -324,14 +265,9 @@ ZERO12 = Adapter(
     ),
     refusals=(
         Refusal(
-            "contiguous_gradients: false",
-            lambda m: not m.optimizer.contiguous_gradients,
-            "its reduction goes through buffers that this release has no probe for",
-        ),
-        Refusal(
-            "offload_optimizer",
-            lambda m: bool(m.optimizer.cpu_offload),
-            "gradients accumulate in host buffers that this release has no probe for",
+            "torch_autocast in fp16",
+            lambda m: getattr(m.optimizer, "torch_autocast_gradscaler", None) is not None,
+            "torch's GradScaler unscales, and may skip, inside the wrapped optimizer's step",
         ),
         Refusal(
             "mixture-of-experts layers",
@@ -360,8 +296,8 @@ ZERO12 = Adapter(
         "micro_step_id",
     ),
     absent=_absent,
-    places=_places,
-    shards=_shards,
+    places=layout.places,
+    shards=layout.shards,
     carries=_carries,
     window_open=_window_open,
     dp_group=lambda m: m.optimizer.dp_process_group,

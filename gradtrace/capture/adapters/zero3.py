@@ -1,12 +1,17 @@
 """Declare ZeRO stage 3 (``DeepSpeedZeroOptimizer_Stage3``).
 
-Source: deepspeed 0.19.8, runtime/zero/stage3.py. Rank r of n holds elements ``[r*k, (r+1)*k)`` of
-the flattened parameter, ``k = partition_numel()``, the tail of the last rank being padding.
+Rank r of n holds elements ``[r*k, (r+1)*k)`` of the flattened parameter, ``k = partition_numel()``, the
+tail of the last rank being padding. Every backward pass reduces its own gradients, except inside
+``engine.coalesce_grad_reduction`` (0.19), where they accumulate in ``param.grad`` until it is left.
+With the optimizer on the CPU the shards accumulate in host memory, and are copied at the boundary
+into the fp32 gradient there.
+
+Source: deepspeed 0.19.8, runtime/zero/stage3.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,9 +74,31 @@ def _bucket(model: Model, call: Call) -> Iterable[Sighting]:
         "comm_dtype": dtype,
         "ranks": torch.distributed.get_process_group_ranks(_group(model)),
         "op": "mean",
+        # Both paths cast, divide by the predivide factor and by the world size, and multiply the sum.
+        "division": "wire",
+        "predivide": _predivide(model),
     }
     parts = tuple((param.grad, whole(model.of(param), param.grad)) for param in params)
     yield Sighting(str(dtype).removeprefix("torch."), parts, facts)
+
+
+def _predivide(model: Model) -> float:
+    """Return what contributions are divided by before the sum, and the sum is multiplied with.
+
+    Source: 0.19.8 stage3.py:1875 and 1922; nothing is done under ``prescale_gradients``.
+    """
+    optimizer = model.optimizer
+    return float(optimizer.gradient_predivide_factor) if optimizer.postscale_gradients else 1.0
+
+
+def _local_accum(model: Model, _: Call) -> Iterable[Sighting]:
+    if not getattr(model.optimizer, "_coalesce_grad_reduction", False):
+        return  # each backward pass hands its own gradient to the reduction
+    for params in model.optimizer.fp16_groups:
+        for param in params:
+            if param.grad is not None:
+                index = model.of(param)
+                yield Sighting(model.names[index], ((param.grad, whole(index, param.grad)),))
 
 
 def _partition(model: Model, call: Call) -> Iterable[Sighting]:
@@ -89,12 +116,25 @@ def _partition(model: Model, call: Call) -> Iterable[Sighting]:
 def _accumulated(model: Model, call: Call) -> Iterable[Sighting]:
     buffers = getattr(model.optimizer, _MANGLED + "param_id_to_grad_partition")
     parts = []
-    for param in call.arguments["params_to_release"]:
+    for param, part in zip(
+        call.arguments["params_to_release"], call.arguments["grad_partitions"], strict=True
+    ):
         start, numel = _own(model, param)
         if numel > 0:
-            parts.append((buffers[param.ds_id], (Piece(model.of(param), start, 0, numel),)))
+            buffer = _settled(buffers[param.ds_id], part.device)
+            parts.append((buffer, (Piece(model.of(param), start, 0, numel),)))
     if parts:
         yield Sighting("shards", tuple(parts))
+
+
+def _settled(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an accumulation buffer whose last copy from the device is certain to be in it.
+
+    Into pinned host memory that copy (0.19.8 stage3.py:2033) is still under way on the current
+    stream, so it is read back on that stream: no host waits. One into pageable memory is done when the
+    call returns.
+    """
+    return buffer.to(device, non_blocking=True) if buffer.is_pinned() else buffer
 
 
 def _given(model: Model, call: Call) -> Iterable[Sighting]:
@@ -106,13 +146,20 @@ def _given(model: Model, call: Call) -> Iterable[Sighting]:
         yield Sighting(unit, ((gradient, model.shards[unit]),), facts)
 
 
+def _wires(model: Model) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that gradients are reduced in, one bucket each."""
+    buckets = getattr(model.optimizer, "ipg_buckets", None)
+    return tuple(buckets) if buckets else (model.optimizer.communication_data_type,)
+
+
 def _effective(model: Model) -> Mapping[str, Any]:
     optimizer = model.optimizer
     return {
         "zero_stage": 3,
         "model_dtype": optimizer.dtype,
         "grad_accum_dtype": optimizer.gradient_accumulation_dtype,
-        "communication_dtype": optimizer.communication_data_type,
+        # Under torch_autocast there is a bucket for each dtype: the coarsest speaks for them.
+        "communication_dtype": max(_wires(model), key=lambda wire: float(torch.finfo(wire).eps)),
         "gradient_average": True,
         "gradient_predivide_factor": float(optimizer.gradient_predivide_factor),
         "postscale_gradients": bool(optimizer.postscale_gradients),
@@ -124,6 +171,26 @@ def _effective(model: Model) -> Mapping[str, Any]:
         "gradient_clipping": float(optimizer.clip_grad),
         "offload_optimizer": bool(optimizer.offload_optimizer),
     }
+
+
+def _absent(model: Model) -> Mapping[str, str]:
+    absent = {"reduced": "stage 3 reduces and partitions in one call"}
+    if not hasattr(model.optimizer, "_coalesce_grad_reduction"):
+        absent["local_accum"] = "stage 3 reduces every micro-step"
+    return absent
+
+
+def _window_open(model: Model) -> bool:
+    optimizer = model.optimizer
+    return (
+        optimizer.micro_step_id > 0
+        or bool(getattr(optimizer, "_epilogue_ran_this_backward", False))
+        or any(param.grad is not None for params in optimizer.fp16_groups for param in params)
+    )
+
+
+def _of_class(name: str) -> Callable[[Model], bool]:
+    return lambda model: any(c.__name__ == name for c in type(model.optimizer).__mro__)
 
 
 def _several_process_groups(model: Model) -> bool:
@@ -140,6 +207,14 @@ ZERO3 = Adapter(
     name="zero3",
     optimizer_class="DeepSpeedZeroOptimizer_Stage3",
     probes=(
+        Probe(
+            "local_accum",
+            "_backward_epilogue",
+            "before",
+            _local_accum,
+            owner="engine",
+            source="0.19.8 engine.py:3239: coalesce_grad_reduction reduces when it is left",
+        ),
         Probe(
             "bucket",
             _MANGLED + "avg_scatter_grads",
@@ -169,7 +244,7 @@ ZERO3 = Adapter(
             "partition_grads",
             "after",
             _accumulated,
-            arguments=("params_to_release",),
+            arguments=("params_to_release", "grad_partitions"),
             attributes=(_MANGLED + "param_id_to_grad_partition",),
             source="0.19.8 stage3.py:2006",
         ),
@@ -192,14 +267,27 @@ ZERO3 = Adapter(
     ),
     refusals=(
         Refusal(
-            "offload_optimizer",
-            lambda m: bool(m.optimizer.offload_optimizer),
-            "gradients go to host buffers that this release has no probe for",
+            "offload to NVMe",
+            lambda m: (
+                bool(getattr(m.optimizer, "swap_optimizer", False))
+                or bool(getattr(m.optimizer, "params_in_nvme_and_cpu", False))
+            ),
+            "gradients are written to files and read back where no probe looks",
         ),
         Refusal(
-            "offload_param",
-            lambda m: bool(getattr(m.optimizer, "offload_param", False)),
-            "this release was not tested with parameters that live on the host",
+            "torch_autocast in fp16",
+            lambda m: getattr(m.optimizer, "torch_autocast_gradscaler", None) is not None,
+            "torch's GradScaler unscales, and may skip, inside the wrapped optimizer's step",
+        ),
+        Refusal(
+            "offload_optimizer.super_offload (SuperOffloadOptimizer_Stage3)",
+            _of_class("SuperOffloadOptimizer_Stage3"),
+            "it steps on the CPU during the backward pass, before gradients are unscaled",
+        ),
+        Refusal(
+            "MiCS (MiCS_Optimizer)",
+            _of_class("MiCS_Optimizer"),
+            "it reduces within a shard group first, and between the groups at the boundary",
         ),
         Refusal(
             "zero_quantized_gradients",
@@ -207,9 +295,9 @@ ZERO3 = Adapter(
             "its reduction quantizes, and no law of this release allows for that",
         ),
         Refusal(
-            "parameters partitioned over several groups (MiCS, hpZ, experts)",
+            "parameters partitioned over a group of their own (experts)",
             _several_process_groups,
-            "their gradients are reduced in two steps",
+            "their gradients are averaged over other ranks than they are added up on",
         ),
         Refusal(
             "the Muon optimizer",
@@ -226,17 +314,11 @@ ZERO3 = Adapter(
         "fp32_partitioned_groups_flat",
         "micro_step_id",
     ),
-    absent=lambda m: {
-        "local_accum": "stage 3 reduces every micro-step",
-        "reduced": "stage 3 reduces and partitions in one call",
-    },
+    absent=_absent,
     places=_places,
     shards=_shards,
     carries=lambda m, param: param.grad is not None,
-    window_open=lambda m: (
-        m.optimizer.micro_step_id > 0
-        or bool(getattr(m.optimizer, "_epilogue_ran_this_backward", False))
-    ),
+    window_open=_window_open,
     dp_group=_group,
     effective=_effective,
 )

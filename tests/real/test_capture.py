@@ -18,7 +18,6 @@ from gradtrace.testing.ranks import run_ranks
 from gradtrace.trace.reader import open_trace
 from tests.real.training import Setup, initialize, train, train_rank
 
-
 # stage -> records of one step on rank 0 of a run with four micro-steps and five parameters
 COUNTS = {
     1: {

@@ -23,12 +23,11 @@ def family(entry: Entry) -> tuple[Any, ...]:
     return (
         setup.stage,
         setup.dtype,
-        setup.client,
-        str(setup.config.get("data_types")),
-        str(setup.config.get("torch_autocast")),
-        *(str(setup.zero.get(name)) for name in ("offload_optimizer", "offload_param")),
-        setup.zero.get("contiguous_gradients", True),
-        setup.zero.get("overlap_comm"),
+        setup.client == "fused",
+        "data_types" in setup.config,
+        "torch_autocast" in setup.config,
+        "offload_optimizer" in setup.zero,
+        "offload_param" in setup.zero,
     )
 
 

@@ -25,6 +25,15 @@ Times = dict[str, NDArray[np.int64]]  # parameter -> how often each of its eleme
 EVERY_ONE_IS_LAST: Final = ("by_hand", "tensor_backward", "scale")
 
 
+# model -> what gets no gradient in its passes number 1, 3, ... (odd) and 0, 2, ...
+LEFT_OUT: Final[Mapping[str, Callable[[bool], tuple[str, ...]]]] = {
+    "tied": lambda odd: () if odd else ("sometimes",),
+    "early": lambda odd: ("early", "never") if odd else ("never",),
+}
+# Parameters whose gradient arrives in two parts.
+IN_PARTS: Final = {"twice_recomputed": "twice"}
+
+
 @dataclass(frozen=True)
 class Place:
     """Hold what an expectation may depend on.
@@ -46,18 +55,18 @@ class Place:
         return {name: param.numel() for name, param in named if param.requires_grad}
 
     @property
+    def last(self) -> bool:
+        return self.micro_step == self.setup.micro_steps - 1
+
+    @property
     def boundary(self) -> bool:
-        last = self.micro_step == self.setup.micro_steps - 1
-        return last or self.setup.mode in EVERY_ONE_IS_LAST
+        return self.last or self.setup.mode in EVERY_ONE_IS_LAST
 
     def gradients(self, call: int | None = None) -> list[str]:
         """Return the parameters that get a gradient in a forward pass, this one by default."""
-        number = self.call if call is None else call
-        return [
-            name
-            for name in self.sizes
-            if self.setup.model != "tied" or not name.startswith("sometimes") or number % 2 == 1
-        ]
+        odd = (self.call if call is None else call) % 2 == 1
+        left_out = LEFT_OUT.get(self.setup.model, lambda odd: ())(odd)
+        return [name for name in self.sizes if not name.startswith(left_out)]
 
     def held(self) -> list[str]:
         """Return the parameters that had a gradient since the last reduction at a boundary."""
@@ -96,6 +105,11 @@ def _local(place: Place) -> Times:
     return place.whole(place.gradients())
 
 
+def _arriving(place: Place) -> Times:
+    twice = IN_PARTS.get(place.setup.model, "nothing")
+    return {name: t * (1 + name.startswith(twice)) for name, t in _local(place).items()}
+
+
 def _held(place: Place) -> Times:
     return place.whole(place.held())
 
@@ -106,54 +120,121 @@ def _effective(place: Place) -> Mapping[str, Any]:
 
 def _reduced(bucket: Callable[[Place], list[str]]) -> Expect:
     def expect(place: Place) -> Times:
-        scattered = _effective(place)["reduce_scatter"]
+        effective = _effective(place)
+        # A list of gradients, not one buffer, is all-reduced whatever reduce_scatter says.
+        scattered = effective["reduce_scatter"] and effective["contiguous_gradients"]
         return place.own(bucket(place)) if scattered else place.whole(bucket(place))
 
     return expect
 
 
+def _accumulated(place: Place) -> Times:
+    """Return the shards after a reduction of stage 2, and again where a boundary has work of its own."""
+    if _sums_on_host(place):
+        return _host_sums(place, place.gradients(), sums=place.setup.micro_steps > 1)
+    finalized = place.setup.mode == "unmanaged" and place.last
+    own = place.own(place.sizes)
+    return {name: times * (2 if finalized else 1) for name, times in own.items()}
+
+
+def _accumulated_once(place: Place) -> Times:
+    if _sums_on_host(place):
+        return _host_sums(place, place.held(), sums=False)
+    return place.own(place.sizes)
+
+
+def _host_sums(place: Place, names: list[str], *, sums: bool) -> Times:
+    """Return what offload records: the sum of each reduced gradient, at a boundary its fp32 copy too."""
+    times = int(sums) + int(place.boundary)
+    return {name: once * times for name, once in place.own(names).items()}
+
+
+def _sums_on_host(place: Place) -> bool:
+    effective = _effective(place)
+    return bool(effective["offload_optimizer"]) and not _separate(effective)
+
+
+def _separate(effective: Mapping[str, Any]) -> bool:
+    """Say whether gradients accumulate in another dtype than the model's."""
+    return bool(effective["grad_accum_dtype"] != effective["model_dtype"])
+
+
+# Reduced once, at the boundary, over what every rank accumulated by itself.
+_REPLICATED: Final[dict[str, Expect]] = {
+    "local_grad": _arriving,
+    "local_accum": _held,
+    "bucket": _at_boundary(_held),
+    "reduced": _at_boundary(_held),
+}
+_SHARDED_ONCE: Final[dict[str, Expect]] = {
+    "local_grad": _arriving,
+    "local_accum": _held,
+    "bucket": _at_boundary(_held),
+    "reduced": _at_boundary(_reduced(Place.held)),
+    "partition": _at_boundary(lambda place: place.own(place.held())),
+    "accumulated": _at_boundary(_accumulated_once),
+}
 # (adapter, zero stage) -> point -> what one micro-step records. Points of the optimizer are below.
 PER_MICRO_STEP: Final[dict[tuple[str, int], dict[str, Expect]]] = {
-    ("zero12", 1): {
-        "local_grad": _local,
-        "local_accum": _held,
-        "bucket": _at_boundary(_held),
-        "reduced": _at_boundary(_reduced(Place.held)),
-        "partition": _at_boundary(lambda place: place.own(place.held())),
-        "accumulated": _at_boundary(lambda place: place.own(place.sizes)),
-    },
+    ("plain", 0): _REPLICATED,
+    ("fp16", 0): _REPLICATED,
+    ("fp16_unfused", 0): _REPLICATED,
+    ("zero12", 1): _SHARDED_ONCE,
     ("zero12", 2): {
-        "local_grad": _local,
+        "local_grad": _arriving,
+        "local_accum": NOTHING,
         "bucket": _local,
         "reduced": _reduced(Place.gradients),
         "partition": lambda place: place.own(place.gradients()),
-        "accumulated": lambda place: place.own(place.sizes),
+        "accumulated": _accumulated,
     },
     ("bf16", 1): {
-        "local_grad": _local,
+        "local_grad": _arriving,
         "local_accum": _held,
         "bucket": _at_boundary(lambda place: place.whole(place.sizes)),
         "reduced": _at_boundary(lambda place: place.whole(place.sizes)),
     },
     ("zero3", 3): {
-        "local_grad": _local,
+        "local_grad": _arriving,
+        "local_accum": NOTHING,
         "bucket": _local,
         "partition": lambda place: place.own(place.gradients()),
         "accumulated": lambda place: place.own(place.gradients()),
     },
 }
+# Under coalesce_grad_reduction() stages 2 and 3 accumulate as stage 1 does.
+COALESCED: Final[dict[tuple[str, int], dict[str, Expect]]] = {
+    ("zero12", 2): _SHARDED_ONCE,
+    ("zero3", 3): {
+        "local_grad": _arriving,
+        "local_accum": _held,
+        "bucket": _at_boundary(_held),
+        "partition": _at_boundary(lambda place: place.own(place.held())),
+        "accumulated": _at_boundary(lambda place: place.own(place.held())),
+    },
+}
+
+
+def rules(trace: Trace, setup: Setup) -> dict[str, Expect] | None:
+    effective = next(iter(trace.ranks.values())).header.effective
+    family = effective["adapter"], effective["zero_stage"]
+    found = PER_MICRO_STEP.get(family)
+    return COALESCED.get(family, found) if setup.mode == "coalesce" else found
+
+
 PER_STEP: Final = ("master_grad", "clipped_grad")
+# A step that overflows is left before the optimizer is given anything, but for these.
+GIVEN_ALL_THE_SAME: Final = {"bf16": ("master_grad",)}
 
 
 def faults(trace: Trace, setup: Setup) -> list[str]:
     """Return where the trace holds other elements, or holds them more or less often, than it must."""
     found: list[str] = []
+    known = rules(trace, setup)
+    if known is None:
+        return [f"no rules for this adapter and stage: add them to {__name__}"]
     for rank, held in trace.ranks.items():
-        effective = held.header.effective
-        rules = PER_MICRO_STEP.get((effective["adapter"], effective["zero_stage"]))
-        if rules is None:
-            return [f"no rules for adapter {effective['adapter']}: add them to {__name__}"]
-        points = {point: expect for point, expect in rules.items() if _recorded(held, point)}
+        points = {point: expect for point, expect in known.items() if _recorded(held, point)}
         for number, step in enumerate(trace.steps):
             for micro_step in range(setup.micro_steps):
                 call = number * setup.micro_steps + micro_step
@@ -165,10 +246,13 @@ def faults(trace: Trace, setup: Setup) -> list[str]:
             skipped = bool(held.steps[step].facts["overflow"])
             for point in PER_STEP:
                 place = Place(trace, setup, rank, setup.micro_steps - 1, 0)
-                wanted = {} if skipped and point == "clipped_grad" else place.own(place.sizes)
+                given = not skipped or (
+                    point in GIVEN_ALL_THE_SAME.get(_effective(place)["adapter"], ())
+                )
+                wanted = place.own(place.sizes) if given else {}
                 seen = _times(place, step, None, point)
                 found += _compare(wanted, seen, (rank, step, None, point))
-    return found + _elsewhere(trace, setup)
+    return found + _elsewhere(trace, setup, {"loss", *PER_STEP, *known})
 
 
 def _recorded(held: Any, point: str) -> bool:
@@ -216,12 +300,10 @@ def _compare(wanted: Times, seen: Times, where: tuple[Any, ...]) -> list[str]:
     return found
 
 
-def _elsewhere(trace: Trace, setup: Setup) -> list[str]:
+def _elsewhere(trace: Trace, setup: Setup, known: set[str]) -> list[str]:
     """Return records of points without a rule, and of micro-steps that nobody ran."""
     found = []
     for rank, held in trace.ranks.items():
-        effective = held.header.effective
-        known = {"loss", *PER_STEP, *PER_MICRO_STEP[effective["adapter"], effective["zero_stage"]]}
         micro_steps = (None, *range(setup.micro_steps))
         for record in held.records:
             if record.point not in known or not _recorded(held, record.point):

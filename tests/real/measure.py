@@ -80,10 +80,11 @@ class Runs:
         self._known: dict[str, Measured] = {}
 
     def __call__(self, entry: Entry) -> Measured:
-        if entry.name not in self._known:
+        key = repr(entry.setup)  # a name does not hold all of it
+        if key not in self._known:
             place = self._directory / f"{len(self._known):03}"
-            self._known[entry.name] = measure(entry, place)
-        return self._known[entry.name]
+            self._known[key] = measure(entry, place)
+        return self._known[key]
 
 
 def each(values: Iterable[Any]) -> list[Any]:

@@ -18,50 +18,7 @@ import gradtrace
 from gradtrace import errors
 from gradtrace.testing.ranks import run_ranks
 from gradtrace.trace.reader import open_trace
-from tests.real.training import Setup, initialize, one_step, surface, train, train_rank
-
-
-def _wrap_and_close(rank: int, setup: Setup, out_dir: Path) -> None:
-    engine = initialize(setup)
-    before = surface(engine)
-    with gradtrace.wrap(engine, out_dir) as tracer:
-        assert surface(engine) != before
-        with pytest.raises(errors.AlreadyWrappedError):
-            gradtrace.wrap(engine, out_dir / "second")
-        one_step(engine, setup, torch.Generator().manual_seed(0))
-        assert tracer.step == 1
-    assert surface(engine) == before
-    tracer.close()
-    one_step(engine, setup, torch.Generator().manual_seed(0))
-    with gradtrace.wrap(engine, out_dir.with_name("again")):
-        one_step(engine, setup, torch.Generator().manual_seed(0))
-    assert surface(engine) == before
-
-
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_closing_restores_every_attribute_and_the_engine_can_be_wrapped_again(
-    stage: int, tmp_path: Path
-) -> None:
-    run_ranks(2, _wrap_and_close, Setup(stage), tmp_path / "trace")
-    assert open_trace(tmp_path / "trace").steps == (0,)
-    again = open_trace(tmp_path / "again")
-    assert again.steps == (0,)
-    assert not again.ranks[0].steps[0].partial
-
-
-def _two_engines(rank: int, out_dir: Path) -> None:
-    for stage in (2, 3):
-        setup = Setup(stage)
-        engine = initialize(setup)
-        with gradtrace.wrap(engine, out_dir / str(stage)):
-            one_step(engine, setup, torch.Generator().manual_seed(0))
-
-
-def test_two_engines_in_one_process_get_a_trace_each(tmp_path: Path) -> None:
-    run_ranks(2, _two_engines, tmp_path)
-    runs = {open_trace(tmp_path / name).manifest.run_id for name in ("2", "3")}
-    assert len(runs) == 2
-
+from tests.real.training import Setup, initialize, train, train_rank
 
 # stage -> records of one step on rank 0 of a run with four micro-steps and five parameters
 COUNTS = {

@@ -71,7 +71,8 @@ class Context:
         stored: dtype of the record.
         factors: well-known factors by name, such as ``the world size``.
         lost: the largest error of one operation on the path by underflow, in whatever dtype.
-        averages: whether the hop itself takes the mean over the ranks, so that it can forget to.
+        averages: whether a factor of the world size there means a mean that was forgotten; where
+            micro-steps are added up, it is another one counted twice.
     """
 
     point: str

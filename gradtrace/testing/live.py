@@ -370,6 +370,9 @@ class _Spoiler:
         if fault.kind in _FACTORS:
             return values * fault.amount
         zeros = np.zeros_like(values)
+        if fault.kind == "lost_micro_step":
+            parts = enumerate(self._parts[key])
+            return sum((part for at, part in parts if at != int(fault.amount)), start=zeros)
         last = self._last.get(key)
         kept = self._kept.get(key, zeros)
         fresh = last is None or last[0] != self._planted.clock.step
@@ -385,7 +388,6 @@ class _Spoiler:
             ranks=(values,),
             world_size=torch.distributed.get_world_size(),
             peers=peers,
-            parts=tuple(self._parts[key]),
         )
         return mutators.apply(fault, hop)
 

@@ -68,7 +68,6 @@ class Hop:
         ranks: every rank's contribution to a reduction, already divided by their number.
         world_size: how many ranks there are.
         peers: other parameters' outputs of the same hop and length, in order of the name.
-        parts: what each event of the step contributed so far, this one last; empty where unknown.
     """
 
     values: Float64
@@ -80,7 +79,6 @@ class Hop:
     ranks: Sequence[Float64]
     world_size: int
     peers: Mapping[str, Float64] = field(default_factory=dict)
-    parts: Sequence[Float64] = ()
 
 
 def plain_hop(values: Float64, **more: object) -> Hop:
@@ -112,11 +110,6 @@ def _rank_missing(hop: Hop, amount: float) -> Float64:
     )
 
 
-def _lost_micro_step(hop: Hop, amount: float) -> Float64:
-    kept = [part for at, part in enumerate(hop.parts) if at != int(amount)]
-    return sum(kept, start=np.zeros_like(hop.values))
-
-
 def _non_finite(hop: Hop, amount: float) -> Float64:
     spoiled = hop.values.copy()
     if spoiled.size:
@@ -145,7 +138,6 @@ KINDS: Final[Mapping[str, Callable[[Hop, float], Float64]]] = {
     # accumulation
     "dropped_micro_steps": lambda hop, _: hop.now,
     "skipped_micro_step": lambda hop, _: hop.carry,
-    "lost_micro_step": _lost_micro_step,
     "double_counted": lambda hop, _: hop.values + hop.now,
     "carried_over": lambda hop, _: hop.values + hop.last_step,
     "scaled": lambda hop, amount: hop.carry + amount * hop.now,
@@ -173,6 +165,7 @@ SPECIAL_KINDS: Final[tuple[str, ...]] = (
     "wrong_seed",  # seed: the gradient at the loss, and all that follows, is ``amount`` times it
     "not_unscaled",  # unscale_clip: clipped_grad still holds the loss scale
     "wrong_clip",  # unscale_clip: clipped_grad is ``amount`` times too large
+    "lost_micro_step",  # live accumulations only: micro-step number ``amount`` of the step is lost
 )
 
 HOPS: Final[tuple[str, ...]] = (

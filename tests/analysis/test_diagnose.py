@@ -68,9 +68,9 @@ def test_a_factor_near_one_is_never_called_one(dtype, factor):
     assert " 1 times" not in result.detail
 
 
-def test_what_no_mean_is_taken_at_cannot_forget_to_take_it():
+def test_where_micro_steps_are_added_up_no_mean_over_ranks_is_forgotten():
     values = _values()
-    context = Context("master_grad", 0, SINGLE, SINGLE, FACTORS, averages=False)
+    context = Context("accumulated", 0, SINGLE, SINGLE, FACTORS, averages=False)
     result = explain(8 * values, _estimate(values), (), [], context)
     assert (result.cause, "the world size" in result.detail) == ("scaled", True)
     assert explain(values / 8, _estimate(values), (), [], context).cause == "averaged_twice"

@@ -6,7 +6,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ import gradtrace
 from gradtrace.analysis.results import AuditResult, Finding
 from gradtrace.testing import live
 from gradtrace.testing.mutators import Fault
+from gradtrace.testing.ranks import RankError
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.spans import PADDING
 from tests.real.training import Setup, train
@@ -165,12 +166,14 @@ class Score:
     Attributes:
         struck: (rank, parameter) -> how far it moved, in roundings.
         wrong: what is not as planted; the cause is judged apart.
+        failed: the run itself did not end.
     """
 
     draw: Draw
     struck: dict[tuple[int, str], float]
     findings: tuple[Finding, ...]
-    wrong: tuple[str, ...] = field(default=())
+    wrong: tuple[str, ...] = ()
+    failed: bool = False
 
     @property
     def detected(self) -> bool:
@@ -217,6 +220,7 @@ def possible(name: str) -> list[Kind]:
     return kinds
 
 
+_AFTER_REDUCE: Final = ("reduce", "master", "unscale_clip")
 _PLAIN: Final = ("sign_flipped", "scaled", "shifted", "non_finite", "low_precision")
 
 
@@ -252,6 +256,9 @@ def _target(
     rng: np.random.Generator, name: str, kind: Kind, ranks: int
 ) -> tuple[int | None, str | None]:
     """Draw a rank and a parameter that it holds; now and then all of either."""
+    if name == "z1-bf16-accum32" and kind.kind == "non_finite" and kind.hop in _AFTER_REDUCE:
+        # There every rank decides by itself whether to leave the step out: one alone would hang it.
+        return None, None
     if kind.everywhere:
         return (None if rng.random() < 0.5 else int(rng.integers(ranks))), None
     if kind.hop == "replicate":
@@ -297,7 +304,10 @@ def run(one: Draw, directory: Path) -> Score:
             live.override_loss_scale(engine, SCALE)
         live.plant(engine, one.fault, report=directory / "strikes")
 
-    train(one.setup, directory / "trace", before=before)
+    try:
+        train(one.setup, directory / "trace", before=before)
+    except RankError as error:
+        return Score(one, {}, (), (f"the run failed: {error}",), failed=True)
     struck: dict[tuple[int, str], float] = {}
     for path in (directory / "strikes").glob("*.json"):
         for strike in json.loads(path.read_text()):

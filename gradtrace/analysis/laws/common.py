@@ -204,7 +204,7 @@ class Scene:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         }
         when = "" if place.micro_step is None else f" at micro-step {place.micro_step}"
-        averages = place.law in ("reduce", "end_to_end")
+        averages = place.law not in ("accumulate_local", "accumulate")
         return Context(f"{place.point}{when}", place.offset, dtype, stored, factors, lost, averages)
 
     def lack(

@@ -28,11 +28,12 @@ _Piece = tuple[Event, int, int, int]
 
 
 def check_collectives(scene: Scene) -> None:
-    """Fit the small stretches of every collective together, where the law found nothing by itself."""
+    """Fit the small stretches of every collective together, where nothing was found before."""
     told = {
         entry.finding.micro_step
         for entry in scene.ledger.found
-        if entry.finding.law == LAW and entry.finding.step == scene.step
+        if entry.finding.step == scene.step
+        and (entry.finding.law == LAW or entry.finding.cause == "order_mismatch")
     }
     for micro_step in scene.micro_steps:
         if micro_step not in told:

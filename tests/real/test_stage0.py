@@ -13,10 +13,11 @@ import torch
 
 import gradtrace
 from gradtrace import errors
+from gradtrace.testing.ranks import run_ranks
 from gradtrace.trace.reader import open_trace
 from tests.real.catalog.fp16 import GROWS
 from tests.real.catalog.plain import ACCUM32, SCALE_1
-from tests.real.training import Setup, train
+from tests.real.training import Setup, initialize, train
 
 SETUPS = {
     "plain": Setup(0),
@@ -316,6 +317,25 @@ def test_fp16_at_stage_0_is_blamed_against_stage_1(tmp_path: Path) -> None:
     named = {(finding.law, finding.cause) for finding in result.findings}
     # FP16_UnfusedOptimizer reports its norm with the loss scale in it (PR 8588).
     assert named == {("seed", "scaled"), ("unscale_clip", "not_unscaled")}
+
+
+def _adam_steps(rank: int, setup: Setup) -> set[float]:
+    state = initialize(setup).optimizer.optimizer.state
+    return {float(entry["step"]) for entry in state.values() if "step" in entry}
+
+
+@pytest.mark.parametrize("client", ("adamw", "fused"))
+def test_stage_0_steps_adam_before_training_begins(client: Any) -> None:
+    """Source: deepspeed 0.19.8, initialize_optimizer_states of both fp16 optimizers. No gradtrace."""
+    if client == "adamw":
+        (steps,) = run_ranks(1, _adam_steps, Setup(0, bf16=True, ranks=1, client="adamw"))
+        assert steps == {1.0}
+        (steps,) = run_ranks(1, _adam_steps, Setup(1, bf16=True, ranks=1, client="adamw"))
+        assert steps in ({0.0}, set())
+    zero = _moved(Setup(0, bf16=True, client=client), 1)
+    one = _moved(Setup(1, bf16=True, client=client), 1)
+    # 0.1 g / (1 - 0.9^2) over the root of 0.001 g^2 / (1 - 0.999^2) is 0.744 of a step, not a whole one
+    assert np.linalg.norm(zero) == pytest.approx(0.744 * np.linalg.norm(one), rel=0.1)
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

@@ -29,7 +29,7 @@ Mode = Literal[
     "coalesce",
 ]
 # How the optimizer is made: by DeepSpeed from the configuration, or handed in.
-Client = Literal["config", "adamw", "sgd", "fused"]
+Client = Literal["config", "adamw", "sgd", "fused", "fused_sgd"]
 
 
 @dataclass(frozen=True)
@@ -244,17 +244,20 @@ def make_optimizer(client: Client, parameters: Any) -> torch.optim.Optimizer:
     class BuildsNothing(FusedAdam):  # type: ignore[misc]
         """Be a FusedAdam to DeepSpeed's eyes, and step by torch: the kernel takes 70 s to compile."""
 
-        inner: torch.optim.AdamW | None = None
+        inner: torch.optim.Optimizer | None = None
 
         def __init__(self, parameters: Any, lr: float) -> None:
             torch.optim.Optimizer.__init__(self, parameters, {"lr": lr})
 
         def step(self, closure: Any = None) -> None:
             if self.inner is None:  # DeepSpeed puts its own tensors into the groups first
-                self.inner = torch.optim.AdamW(self.param_groups)
+                if client == "fused":
+                    self.inner = torch.optim.AdamW(self.param_groups)
+                else:
+                    self.inner = torch.optim.SGD(self.param_groups, momentum=0.9)
             self.inner.step()
 
-    optimizer: torch.optim.Optimizer = BuildsNothing(parameters, 1e-2)
+    optimizer: torch.optim.Optimizer = BuildsNothing(parameters, 1e-2 if client == "fused" else 0.1)
     return optimizer
 
 

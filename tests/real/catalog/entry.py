@@ -29,6 +29,17 @@ class Entry:
         return self.setup.name
 
     @property
+    def steps_at_start(self) -> bool:
+        """Return whether DeepSpeed steps an Adam with zero gradients before training begins.
+
+        FP16_Optimizer and FP16_UnfusedOptimizer do, so that its bias correction is one step ahead of
+        other stages', and weights part after step 0 though all gradients of it are the same. Reproduced
+        without gradtrace in tests/real/test_stage0.py. Source: 0.19.8, unfused_optimizer.py:422.
+        """
+        setup = self.setup
+        return setup.stage == 0 and (setup.bf16 or setup.fp16) and "sgd" not in setup.client
+
+    @property
     def problem(self) -> tuple[Any, ...]:
         """Return what two clean configurations must share to owe each other equal gradients."""
         setup = self.setup
@@ -38,8 +49,9 @@ class Entry:
             setup.groups,
             setup.ranks * setup.micro_steps * setup.batch,
             setup.config.get("gradient_clipping"),
-            setup.client,
+            setup.client.removeprefix("fused_"),
             setup.overflow_in,
             str(setup.config.get("torch_autocast")),
             str(setup.config.get("fp16")),  # another loss scale skips other steps
+            self.steps_at_start,
         )

@@ -60,7 +60,8 @@ def check_overflow(scene: Scene) -> None:
     """Check that a step which was left out had a gradient that is not finite.
 
     The flag is raised where a gradient, or the norm of all of them in float32, is not finite. Judged
-    only if every gradient of every rank was recorded as it was last accumulated.
+    only if every gradient of every rank was recorded as it was last accumulated, and none as given to
+    the optimizer, where it is judged by itself.
     """
     alignment = scene.alignment
     flags = {
@@ -72,7 +73,9 @@ def check_overflow(scene: Scene) -> None:
         return
     squares = 0.0
     for rank in scene.ranks:
-        if scene.lack("accumulated", None, rank) is not None:
+        if scene.lack("accumulated", None, rank) or scene.lack("master_grad", None, rank):
+            return
+        if alignment.records(scene.step, "master_grad", rank):
             return
         for parameter in trained:
             own = alignment.own_spans(rank, parameter.index)

@@ -30,14 +30,16 @@ class Entry:
 
     @property
     def steps_at_start(self) -> bool:
-        """Return whether DeepSpeed steps an Adam with zero gradients before training begins.
+        """Return whether it matters that DeepSpeed steps the optimizer before training begins.
 
-        FP16_Optimizer and FP16_UnfusedOptimizer do, so that its bias correction is one step ahead of
-        other stages', and weights part after step 0 though all gradients of it are the same. Reproduced
-        without gradtrace in tests/real/test_stage0.py. Source: 0.19.8, unfused_optimizer.py:422.
+        FP16_Optimizer and FP16_UnfusedOptimizer do, with zero gradients: Adam's bias correction is one
+        step ahead of other stages', and weight decay (in groups) has moved weights and momentum once. So
+        weights part after step 0 though all gradients of it are the same. Reproduced without gradtrace
+        in tests/real/test_stage0.py. Source: 0.19.8, initialize_optimizer_states of both.
         """
         setup = self.setup
-        return setup.stage == 0 and (setup.bf16 or setup.fp16) and "sgd" not in setup.client
+        stateless = "sgd" in setup.client and not setup.groups
+        return setup.stage == 0 and (setup.bf16 or setup.fp16) and not stateless
 
     @property
     def problem(self) -> tuple[Any, ...]:

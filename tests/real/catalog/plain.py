@@ -44,7 +44,7 @@ _PLAIN = (
 _UNFUSED = (
     Setup(0, bf16=True),
     Setup(0, bf16=True, client="sgd"),
-    Setup(0, bf16=True, client="sgd", groups=True, config={"gradient_clipping": 0.01}),
+    Setup(0, bf16=True, client="sgd", config={"gradient_clipping": 0.01}),
     Setup(0, bf16=True, client="sgd", ranks=3),
     Setup(0, bf16=True, client="sgd", model="tied"),
     Setup(0, fp16=True, client="sgd", config=SCALE_1),
@@ -67,7 +67,7 @@ _UNFUSED = (
 _FUSED = (
     Setup(0, bf16=True, client="fused"),
     Setup(0, bf16=True, client="fused_sgd"),
-    Setup(0, bf16=True, client="fused_sgd", groups=True, config={"gradient_clipping": 0.01}),
+    Setup(0, bf16=True, client="fused_sgd", config={"gradient_clipping": 0.01}),
     Setup(0, fp16=True, client="fused_sgd", config=SCALE_1),
     Setup(0, bf16=True, client="fused", mode="by_hand"),
     Setup(0, bf16=True, client="fused", mode="no_sync"),

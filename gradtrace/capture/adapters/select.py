@@ -102,15 +102,6 @@ COMMON_REFUSALS: Final = (
         "it needs the optimizer on the CPU and keeps scaled fp16 gradients there",
     ),
     Refusal(
-        "torch_autocast",
-        lambda m: (
-            bool(_called(m.engine, "torch_autocast_enabled"))
-            and not hasattr(m.optimizer, "average_tensor")
-            and not hasattr(m.optimizer, "fp16_partitioned_groups_flat")
-        ),
-        "a bucket for each autocast dtype is traced at stages 1, 2 and 3 only",
-    ),
-    Refusal(
         "sequence parallelism",
         lambda m: int(getattr(m.optimizer, "sequence_parallel_size", 1) or 1) > 1,
         "its reductions go over other groups",

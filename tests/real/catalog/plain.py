@@ -104,6 +104,14 @@ _BF16 = (
         1, bf16=True, config=_bf16(bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
     ),
 )
+_AUTOCAST_ON = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+_AUTOCAST = (
+    Setup(0, config=_AUTOCAST_ON),
+    Setup(0, config={"gradient_clipping": 0.01, **_AUTOCAST_ON}),
+    Setup(0, config={"communication_data_type": "fp32", **_AUTOCAST_ON}),
+    Setup(0, config=_AUTOCAST_ON, micro_steps=1, client="sgd"),
+    Setup(0, config=_AUTOCAST_ON, ranks=3, model="tied"),
+)
 # Stages 1 and 2 with what this file looks after
 _LOCAL = (
     Setup(1, model="reentrant"),
@@ -113,7 +121,7 @@ _LOCAL = (
 )
 
 ENTRIES: tuple[Entry, ...] = (
-    *(Entry(setup) for setup in (*_PLAIN, *_UNFUSED, *_FUSED, *_BF16, *_LOCAL)),
+    *(Entry(setup) for setup in (*_PLAIN, *_UNFUSED, *_FUSED, *_BF16, *_AUTOCAST, *_LOCAL)),
     *(
         Entry(setup, finding=("seed", "scaled"), reference=NOT_SCALED)
         for setup in (
@@ -125,5 +133,9 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(
         Setup(0, fp16=True, config={"fp16": {"enabled": True, "loss_scale": 1.0}}, model="sparse"),
         refused="sparse_gradients",
+    ),
+    Entry(
+        Setup(0, config={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+        refused="fp16 autocast at stage 0",
     ),
 )

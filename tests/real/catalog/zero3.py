@@ -112,8 +112,6 @@ AUTOCASTS = (
 )
 
 FP16 = (
-    Setup(3, fp16=True),
-    Setup(3, fp16=True, config={"gradient_clipping": 0.01}),
     Setup(3, fp16=True, config=ACCUM32, micro_steps=12),
     Setup(3, fp16=True, mode="scale"),
     Setup(3, fp16=True, zero=CPU, client="adamw", overflow_in=(1,)),

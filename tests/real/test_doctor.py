@@ -268,7 +268,7 @@ def test_the_users_own_model_is_examined_and_the_cost_scaled_to_what_it_trains(
         (("--model", "no_such_module:build"), "no_such_module"),
         (("--params", "1.*"), "--params without --model"),
         (("--points", "nothing"), "nothing"),
-        (("--points", "local_accum"), "local_accum"),
+        (("--points", "reduced"), "reduced"),  # which stage 3 does not have
         (("--parameters", "-1"), "no positive number"),
         (("--parameters", "many"), "no positive number"),
     ],
@@ -276,7 +276,7 @@ def test_the_users_own_model_is_examined_and_the_cost_scaled_to_what_it_trains(
 def test_wrong_options_are_named(
     options: tuple[str, ...], found: str, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = str(write(models / "ds.json", zero_optimization={"stage": 2}))
+    config = str(write(models / "ds.json", zero_optimization={"stage": 3}))
     status, said = doctor("--config", config, *options, capsys=capsys)
     assert (status, said["slug"]) == (2, "bad_option")
     assert found in said["found"]

@@ -36,9 +36,29 @@ def agreed(found: Sequence[Found]) -> list[Found]:
         here = [found[at] for at in places]
         support = _support(here)
         leaders = list(_leaders(here))
+        common = _common(here)
         for at in places:
-            result[at] = _agreeing(found[at], support, leaders)
+            result[at] = _agreeing(found[at], support, leaders, common)
     return result
+
+
+def _common(found: Sequence[Found]) -> frozenset[str]:
+    """Return the causes that explain every finding of a hop: one fault is likelier than several.
+
+    On two ranks, what rank 0 has left when rank 1 is missing is as well a mean that never took place;
+    what rank 1 has left is not, be it one element only.
+    """
+    large = [entry for entry in found if entry.numel >= TINY]
+    shared = {(c.cause, c.rank): c for entry in large for c in entry.also}
+    for entry in large:
+        fits = {(c.cause, c.rank) for c in entry.also if c.score >= SURE}
+        shared = {key: c for key, c in shared.items() if key in fits}
+    for entry in found:
+        if entry.numel < TINY:
+            fits = {(c.cause, c.rank) for c in entry.also}
+            left = {k: c for k, c in shared.items() if k in fits or transfers(c, entry.tested)}
+            shared = left or shared
+    return frozenset(cause for cause, _ in shared)
 
 
 def _support(found: Sequence[Found]) -> _Support:
@@ -73,7 +93,9 @@ def _chosen(entry: Found) -> Candidate | None:
     return next(iter(mine or fitting), None)
 
 
-def _agreeing(entry: Found, support: _Support, leaders: Sequence[Candidate]) -> Found:
+def _agreeing(
+    entry: Found, support: _Support, leaders: Sequence[Candidate], common: frozenset[str]
+) -> Found:
     finding, tiny = entry.finding, entry.numel < TINY
     fits = {candidate.cause: candidate for candidate in entry.also}
     if finding.cause == "unknown" or tiny:
@@ -82,6 +104,8 @@ def _agreeing(entry: Found, support: _Support, leaders: Sequence[Candidate]) -> 
                 fits[leader.cause] = leader
     own = support.get((finding.cause, None), 0.0)
     better = [c for c in fits if support.get((c, None), 0.0) > max(CLEARLY * own, SURE)]
+    if common and finding.cause not in common:
+        better = [cause for cause in fits if cause in common]
     cause = max(better, key=lambda c: (support[c, None], c), default=finding.cause)
     fitting = [candidate for candidate in entry.also if candidate.cause == cause]
     if not fitting:

@@ -97,7 +97,7 @@ def train(run: Run, out_dir: Path | None) -> tuple[Any, list[float]]:
         for _ in range(MICRO_STEPS):
             inputs = torch.randn(8, WIDTH, generator=data).to(device, dtype)
             targets = torch.randn(8, 7, generator=data).to(device, dtype)
-            loss = torch.nn.functional.mse_loss(engine(inputs), targets)
+            loss = torch.nn.functional.mse_loss(engine(inputs).float(), targets.float())
             engine.backward(loss)
             engine.step()
             seen.append(float(loss.detach()))

@@ -80,9 +80,9 @@ SCALINGS = (
     Setup(1, bf16=True, zero=WHOLE, config={"prescale_gradients": True}),
     Setup(1, config={"gradient_predivide_factor": 3.0}),  # ignored: reduce_scatter
     Setup(2, bf16=True, config=ACCUM32 | {"gradient_predivide_factor": 3.0}, zero=WHOLE),
-    Setup(2, batch=3, config={"gradient_allreduce_op": "sum"}),
-    Setup(1, batch=3, config={"gradient_allreduce_op": "sum"}, zero=LISTED),
-    Setup(2, batch=3, config={"gradient_allreduce_op": "sum"}, zero=WHOLE | OVERLAP),
+    Setup(2, batch=7, config={"gradient_allreduce_op": "sum"}),
+    Setup(1, batch=7, config={"gradient_allreduce_op": "sum"}, zero=LISTED),
+    Setup(2, batch=7, config={"gradient_allreduce_op": "sum"}, zero=WHOLE | OVERLAP),
 )
 DTYPES = (
     Setup(2, bf16=True, config=ACCUM32),
@@ -107,8 +107,8 @@ DTYPES = (
     Setup(1, config=_accumulates_in("bf16"), zero=LISTED | OVERLAP),
     Setup(1, bf16=True, config=_accumulates_in("fp16")),
     Setup(2, bf16=True, config=_accumulates_in("fp16")),
-    Setup(1, bf16=True, config=LOW_MASTER, batch=3),
-    Setup(2, bf16=True, config=LOW_MASTER, batch=3),
+    Setup(1, bf16=True, config=LOW_MASTER, batch=7),
+    Setup(2, bf16=True, config=LOW_MASTER, batch=7),
     Setup(2, bf16=True, config={"bf16": {"enabled": True, "check_grad_overflow": False}}),
     Setup(2, zero={"zero_quantized_gradients": True}),  # which only stage 3 heeds
     Setup(1, zero={"zero_quantized_weights": True}),
@@ -162,9 +162,10 @@ OFFLOAD = (
     Setup(2, zero=HOST, client="adamw"),
     Setup(2, zero=PINNED, client="sgd"),
     Setup(1, zero=PINNED, client="adamw", bf16=True),
-    Setup(1, zero=HOST, client="adamw", micro_steps=1, batch=8),
-    Setup(2, zero=HOST, client="adamw", micro_steps=1, batch=8),
-    Setup(2, zero=HOST, client="adamw", micro_steps=2, batch=4),
+    # Other accumulation counts, of other batches: `diff` cannot know what a caller divides by.
+    Setup(1, zero=HOST, client="adamw", micro_steps=1, batch=4),
+    Setup(2, zero=HOST, client="adamw", micro_steps=1, batch=4),
+    Setup(2, zero=HOST, client="adamw", micro_steps=2, batch=2),
     Setup(2, zero=HOST, client="adamw", bf16=True, micro_steps=12),
     Setup(2, zero=HOST | OVERLAP | SMALL, client="adamw"),
     Setup(1, zero=HOST | OVERLAP, client="adamw"),

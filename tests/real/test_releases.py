@@ -79,6 +79,14 @@ def test_what_must_not_come_of_a_run_is_a_problem(name: str) -> None:
     assert words in found
 
 
+def test_what_must_be_refused_must_be_refused_on_the_newest_release() -> None:
+    entry = Entry(Setup(2), refused="offload_optimizer")
+    refused = Observation("a", TRAINED, refused="unsupported_engine: offload_optimizer")
+    assert judge.problem(entry, refused, "0.19.8", "0.19.8") is None
+    assert judge.problem(entry, SEEN, "0.19.8", "0.19.8") is not None
+    assert judge.problem(CLEAN, refused, "0.17.5", "0.19.8") is None
+
+
 def test_a_known_defect_must_be_found_and_only_where_it_is() -> None:
     entry = Entry(Setup(2))
     hit = dataclasses.replace(SEEN, verdict="fail", law="accumulate", cause="dropped_micro_steps")

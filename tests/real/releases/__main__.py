@@ -74,7 +74,7 @@ def problems(release: str, found: dict[str, Any], newest: str) -> list[str]:
     lines = [
         f"{binding['family']}: {binding['error']}"
         for binding in found["bindings"]
-        if binding["error"] and not judge.by_name(binding["error"], release, newest)
+        if binding["error"] and not (judge.by_name(binding["error"]) and release != newest)
     ]
     for raw in found["observations"]:
         seen = Observation(**raw)

@@ -31,20 +31,23 @@ def defect_of(entry: Entry, release: str) -> Defect | None:
 def problem(entry: Entry, seen: Observation, release: str, newest: str) -> str | None:
     """Say what is wrong with an observation, or ``None``.
 
+    A configuration that the release itself does not train is no problem of gradtrace's, nor is one that
+    `wrap` refuses by name, nor a backward pass that the release does not see, said to be a gap.
+
     Args:
         entry, seen: the configuration and what came of it.
         release, newest: as for `expected`.
-
-    A configuration that the release itself does not train is no problem of gradtrace's, nor is one that
-    `wrap` refuses by name, nor a backward pass that the release does not see, said to be a gap.
     """
     if seen.untraced != TRAINED:
         return None
     if seen.failed is not None:
         return f"only the traced run failed: {seen.failed}"
+    older = Version(release) != Version(newest)
     if seen.refused is not None:
-        fine = entry.refused is not None or by_name(seen.refused, release, newest)
+        fine = by_name(seen.refused) and (older or entry.refused is not None)
         return None if fine else f"refused: {seen.refused}"
+    if entry.refused is not None and not older:
+        return f"expected to be refused: {entry.refused}"
     if not seen.bitwise:
         return "tracing changed the training"
     found = None if seen.law is None else (seen.law, seen.cause)
@@ -56,9 +59,9 @@ def problem(entry: Entry, seen: Observation, release: str, newest: str) -> str |
     return None if found is not None or seen.verdict == "pass" else f"verdict {seen.verdict}"
 
 
-def by_name(error: str, release: str, newest: str) -> bool:
-    """Say whether an older release gets a configuration refused, rather than not understood."""
-    return error.startswith("unsupported_engine") and Version(release) != Version(newest)
+def by_name(error: str) -> bool:
+    """Say whether a configuration was refused, rather than not understood."""
+    return error.startswith("unsupported_engine")
 
 
 def bypassed(seen: Observation) -> bool:

@@ -227,9 +227,15 @@ def _swapped(scene: Scene, event: Event, numel: int) -> Iterator[Hypothesis]:
     for parameter in alignment.captured():
         if parameter.index == event.param:
             continue
-        events = alignment.step_events(scene.step, "accumulated", record.rank, parameter.index)
-        for span in events[-1].spans if events else ():
-            if span.numel == numel:
-                values = alignment.fetch(events[-1], span)
+        for other in alignment.events(
+            scene.step, None, "master_grad", record.rank, parameter.index
+        )[-1:]:
+            for span in other.spans:
+                if span.numel != numel:
+                    continue
+                terms = _terms(scene, other, span.param_offset, span.param_offset + numel)
+                if isinstance(terms, Lack) or not terms[0]:
+                    continue
                 words = f"The optimizer is given the gradient of {parameter.name} here."
-                yield Hypothesis("swapped", words, exact(values))
+                given = add_up([part for _, part in terms[0]], terms[1])
+                yield Hypothesis("swapped", words, given)

@@ -42,4 +42,7 @@ class Entry:
             setup.overflow_in,
             str(setup.config.get("torch_autocast")),
             str(setup.config.get("fp16")),  # another loss scale skips other steps
+            setup.config.get("gradient_allreduce_op"),
+            # The optimizer has made a step before the first: see test_upstream_bugs.py.
+            setup.stage == 0 and (setup.bf16 or setup.fp16),
         )

@@ -195,6 +195,11 @@ def _compare_local_accum(step: Step, pair: Pair, mine: Locals, theirs: Locals) -
             if one is None or two is None:
                 step.tally.counts["left_out"] += one is not two
                 continue
+            if _taken(step.baseline, step.step, micro_step, rank, pair.baseline) or _taken(
+                step.candidate, step.step, micro_step, rank, pair.candidate
+            ):
+                step.tally.counts["left_out"] += 1
+                continue
             _contrast(
                 step, ("local_accum", micro_step, rank), pair, one, two,
                 (mine, theirs), (mine.local(rank, content), theirs.local(rank, content)),
@@ -349,6 +354,18 @@ def _whole(
         return None
     found = side.align.assemble(events, param)
     return found.values if found.complete else None
+
+
+def _taken(side: Side, step: int, micro_step: int, rank: int, param: int) -> bool:
+    """Say whether the collective had the buffer before it was recorded.
+
+    Stage 1 with ``overlap_comm`` reduces full buckets during the backward pass, in place.
+    """
+    (own,) = side.align.events(step, micro_step, "local_accum", rank, param)
+    return any(
+        event.record.order < own.record.order
+        for event in side.align.events(step, micro_step, "bucket", rank, param)
+    )
 
 
 def _lose(step: Step, point: str, pair: Pair) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 import gradtrace
 from tests.real.catalog.entry import Entry
 from tests.real.measure import Measured
+from tests.real.training import Setup
 
 WORKERS: Final = 2
 MUST: Final = ("agree", "rounding")
@@ -34,8 +35,9 @@ class Compared:
 def pairs(entries: Sequence[Entry], most: int | None) -> list[tuple[Entry, Entry]]:
     """Return pairs of distinct clean configurations with the same problem.
 
-    At most ``most`` of them: neighbours in their group first, then those two apart, and so on, so that
-    every configuration takes part as often as the others of its group.
+    Left out are pairs that cut the batch differently where one divides its losses itself: that
+    division is nowhere in a trace. At most ``most`` of the others: neighbours in their group first,
+    then those two apart, and so on, so that every configuration takes part as often as the others.
     """
     clean = [entry for entry in entries if entry.refused is None and entry.finding is None]
     groups: dict[tuple[object, ...], list[Entry]] = {}
@@ -45,9 +47,15 @@ def pairs(entries: Sequence[Entry], most: int | None) -> list[tuple[Entry, Entry
         (min(j - i, len(group) - (j - i)), group[i], group[j])
         for group in groups.values()
         for i, j in itertools.combinations(range(len(group)), 2)
+        if _comparable(group[i].setup, group[j].setup)
     ]
     found.sort(key=lambda pair: pair[0])
     return [(one, other) for _, one, other in found[:most]]
+
+
+def _comparable(one: Setup, other: Setup) -> bool:
+    cuts = {(setup.ranks, setup.micro_steps) for setup in (one, other)}
+    return len(cuts) == 1 or one.mode == other.mode == "managed"
 
 
 def compare(

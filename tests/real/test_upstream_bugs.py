@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import gradtrace
 from gradtrace.testing.live import keep_last_micro_step_only
-from tests.real.training import Setup, build, train
+from gradtrace.testing.ranks import run_ranks
+from tests.real.training import Client, Setup, build, initialize, one_step, train
 
 
 @pytest.mark.parametrize("bf16", (False, True))
@@ -107,3 +109,29 @@ def test_the_demo_finds_and_explains_a_live_bug(tmp_path: Path) -> None:
     again = _demo("-o", out_dir)
     assert again.returncode == 2
     assert "trace_exists" in again.stderr
+
+
+def _first_update(rank: int, setup: Setup) -> float:
+    """Return how far AdamW moved the weights in its first step, on average, in learning rates."""
+    engine = initialize(setup)
+    before = [parameter.detach().float().clone() for parameter in engine.module.parameters()]
+    one_step(engine, setup, torch.Generator().manual_seed(0))
+    after = [parameter.detach().float() for parameter in engine.module.parameters()]
+    moved = torch.cat([(b - a).abs().flatten() for a, b in zip(before, after, strict=True)])
+    return float(moved.mean()) / 1e-2
+
+
+@pytest.mark.parametrize("client", ("config", "fused"))
+def test_stage_0_in_half_precision_begins_with_adams_second_step(client: Client) -> None:
+    """FP16_Optimizer and FP16_UnfusedOptimizer step once, with zero gradients, when they are made.
+
+    Adam's first step is the learning rate, whatever the gradient. After a step with none it is
+    0.1/(1 - 0.9^2) / sqrt(0.001/(1 - 0.999^2)) = 0.744 of it. ZeRO no longer does this.
+
+    Source: 0.19.8 runtime/fp16/fused_optimizer.py:130 and unfused_optimizer.py:425; no upstream
+    report was found.
+    """
+    (stage0,) = run_ranks(1, _first_update, Setup(0, bf16=True, ranks=1, client=client))
+    (stage1,) = run_ranks(1, _first_update, Setup(1, bf16=True, ranks=1))
+    assert stage0 == pytest.approx(0.744, abs=0.05)
+    assert stage1 == pytest.approx(1.0, abs=0.05)

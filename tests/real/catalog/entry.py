@@ -55,5 +55,6 @@ class Entry:
             setup.overflow_in,
             str(setup.config.get("torch_autocast")),
             str(setup.config.get("fp16")),  # another loss scale skips other steps
+            setup.config.get("gradient_allreduce_op"),
             self.steps_at_start,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -438,7 +439,9 @@ def test_terminal_that_knows_only_ascii(originals: Path) -> None:
 def test_sigint_in_a_process(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    process = spawn("run", "-o", tmp_path / "t", script, stdout=subprocess.PIPE)
+    # A shell's background job ignores the signal, and its children with it.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = spawn("run", "-o", tmp_path / "t", script, stdout=subprocess.PIPE, preexec_fn=heed)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGINT)

@@ -51,7 +51,7 @@ REDUCTIONS = (
     Setup(3, config={"data_types": {"grad_accum_dtype": "bf16"}}),
     Setup(3, bf16=True, config={"keep_in_fp32_modules": ["4"]}),
     Setup(3, ranks=3, bf16=True),
-    Setup(3, ranks=4, micro_steps=2, zero={"zero_hpz_partition_size": 2}),
+    Setup(3, ranks=4, zero={"zero_hpz_partition_size": 2}),
     Setup(3, bf16=True, micro_steps=12),
 )
 

@@ -105,9 +105,18 @@ def _local(place: Place) -> Times:
     return place.whole(place.gradients())
 
 
-def _arriving(place: Place) -> Times:
+def _by_part(place: Place, times: Times) -> Times:
+    """Count what arrives in two parts twice."""
     twice = IN_PARTS.get(place.setup.model, "nothing")
-    return {name: t * (1 + name.startswith(twice)) for name, t in _local(place).items()}
+    return {name: once * (1 + name.startswith(twice)) for name, once in times.items()}
+
+
+def _arriving(place: Place) -> Times:
+    return _by_part(place, _local(place))
+
+
+def _own_arriving(place: Place) -> Times:
+    return _by_part(place, place.own(place.gradients()))
 
 
 def _held(place: Place) -> Times:
@@ -197,9 +206,10 @@ PER_MICRO_STEP: Final[dict[tuple[str, int], dict[str, Expect]]] = {
     ("zero3", 3): {
         "local_grad": _arriving,
         "local_accum": NOTHING,
-        "bucket": _local,
-        "partition": lambda place: place.own(place.gradients()),
-        "accumulated": lambda place: place.own(place.gradients()),
+        # Each part goes into a bucket of its own: where both fitted into one, they would be one.
+        "bucket": _arriving,
+        "partition": _own_arriving,
+        "accumulated": _own_arriving,
     },
 }
 # Under coalesce_grad_reduction() stages 2 and 3 accumulate as stage 1 does.

@@ -237,6 +237,12 @@ PER_STEP: Final = ("master_grad", "clipped_grad")
 GIVEN_ALL_THE_SAME: Final = {"bf16": ("master_grad",)}
 
 
+AROUND_THE_STEP: Final[dict[str, Expect]] = {
+    "weight": lambda place: _weights(place),
+    "master_weight": lambda place: _masters(place),
+}
+
+
 def faults(trace: Trace, setup: Setup) -> list[str]:
     """Return where the trace holds other elements, or holds them more or less often, than it must."""
     found: list[str] = []
@@ -249,11 +255,18 @@ def faults(trace: Trace, setup: Setup) -> list[str]:
             for micro_step in range(setup.micro_steps):
                 call = number * setup.micro_steps + micro_step
                 place = Place(trace, setup, rank, micro_step, call)
-                found += _losses(trace, rank, step, micro_step)
+                found += _once(trace, rank, step, micro_step, "loss")
+                if _recorded(held, "input"):
+                    found += _once(trace, rank, step, micro_step, "input")
                 for point, expect in points.items():
                     seen = _times(place, step, micro_step, point)
                     found += _compare(expect(place), seen, (rank, step, micro_step, point))
             skipped = bool(held.steps[step].facts["overflow"])
+            for point, expect in AROUND_THE_STEP.items():
+                if _recorded(held, point):
+                    place = Place(trace, setup, rank, 0, 0)
+                    seen = _times(place, step, None, point)
+                    found += _compare(expect(place), seen, (rank, step, None, point))
             for point in PER_STEP:
                 place = Place(trace, setup, rank, setup.micro_steps - 1, 0)
                 given = not skipped or (
@@ -262,21 +275,40 @@ def faults(trace: Trace, setup: Setup) -> list[str]:
                 wanted = place.own(place.sizes) if given else {}
                 seen = _times(place, step, None, point)
                 found += _compare(wanted, seen, (rank, step, None, point))
-    return found + _elsewhere(trace, setup, {"loss", *PER_STEP, *known})
+    everything = {"loss", "input", *AROUND_THE_STEP, *PER_STEP, *known}
+    return found + _elsewhere(trace, setup, everything)
 
 
 def _recorded(held: Any, point: str) -> bool:
     return held.header.points[point] == "recorded"
 
 
-def _losses(trace: Trace, rank: int, step: int, micro_step: int) -> list[str]:
+def _once(trace: Trace, rank: int, step: int, micro_step: int, point: str) -> list[str]:
     number = sum(
-        (r.step, r.micro_step, r.point) == (step, micro_step, "loss")
+        (r.step, r.micro_step, r.point) == (step, micro_step, point)
         for r in trace.ranks[rank].records
     )
-    return (
-        [] if number == 1 else [f"rank {rank} step {step} micro_step {micro_step}: {number} x loss"]
-    )
+    where = f"rank {rank} step {step} micro_step {micro_step}"
+    return [] if number == 1 else [f"{where}: {number} x {point}"]
+
+
+def _weights(place: Place) -> Times:
+    """Return what a rank holds of every parameter, frozen ones too: a part at stage 3, else all of it."""
+    found: Times = {}
+    world = place.trace.manifest.world_size
+    for name, param in build(place.setup.model).named_parameters():
+        times = np.ones(param.numel(), np.int64)
+        if place.setup.stage == 3:
+            part = -(-param.numel() // world)
+            times[: place.rank * part] = 0
+            times[(place.rank + 1) * part :] = 0
+        found[name] = times
+    return found
+
+
+def _masters(place: Place) -> Times:
+    """Return the shards that the optimizer steps, before its step and after it."""
+    return {name: 2 * times for name, times in place.own(place.sizes).items()}
 
 
 def _times(place: Place, step: int, micro_step: int | None, point: str) -> Times:

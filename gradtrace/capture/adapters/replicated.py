@@ -128,7 +128,17 @@ PROBES: Final = (
         "before",
         _local_accum,
         owner="engine",
+        one_of="local_accum",
         source="0.19.8 engine.py:3153; the reduction runs inside it, or in step()",
+    ),
+    Probe(
+        "local_accum",
+        "allreduce_gradients",
+        "before",
+        _local_accum,
+        owner="engine",
+        one_of="local_accum",
+        source="0.15.4 engine.py:2046; engine.backward calls it after every backward pass (to 0.17)",
     ),
     Probe(
         "bucket",

@@ -239,6 +239,7 @@ ZERO3 = Adapter(
             "before",
             _local_accum,
             owner="engine",
+            required=False,
             source="0.19.8 engine.py:3239: coalesce_grad_reduction reduces when it is left",
         ),
         Probe(

@@ -7,22 +7,20 @@ DeepSpeed's own behaviour. What a fault changed is told by the `Strike`s that it
 
 from __future__ import annotations
 
-import functools
-import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from gradtrace.capture.adapters.select import signature_of
 from gradtrace.testing import mutators
 from gradtrace.testing.mutators import Fault, Hop
-from gradtrace.testing.sites import Call, Live, Site, Stretch, sites_of
-from gradtrace.trace.dtypes import DTYPES, Float64
+from gradtrace.testing.planted import Planted, replace_method, start_clock
+from gradtrace.testing.sites import Live, Site, Stretch, site_of
+from gradtrace.testing.specials import SPECIAL
+from gradtrace.trace.dtypes import Float64
 
 # These need no knowledge of the hop but a factor, which `mutators` cannot know of a synthetic run.
 _FACTORS: Final = ("not_unscaled", "wrong_clip")
@@ -48,82 +46,6 @@ def keep_last_micro_step_only(engine: Any) -> None:
     optimizer.independent_gradient_partition_epilogue = epilogue
 
 
-@dataclass(frozen=True, slots=True)
-class Strike:
-    """Say what a fault changed in one stretch of a parameter.
-
-    Attributes:
-        moved: how far the element that moved most went, in unit roundoffs of the larger of its two
-            values in the stretch's dtype; infinite for NaN.
-    """
-
-    law: str
-    step: int
-    micro_step: int
-    rank: int
-    param: str
-    start: int
-    numel: int
-    moved: float
-
-
-@dataclass
-class _Clock:
-    """Count steps and backward passes, as the engine's callers make them."""
-
-    step: int = 0
-    micro_step: int = -1
-    inside: bool = False  # a backward pass
-    armed: bool = False  # from forward to the end of backward
-
-    @property
-    def coming(self) -> int:
-        """Return the number of the backward pass that runs, or that comes next."""
-        return self.micro_step if self.inside else self.micro_step + 1
-
-
-@dataclass
-class Planted:
-    """Hold what was planted into an engine.
-
-    Attributes:
-        strikes: what the faults changed so far, on this rank.
-        report: a file for them, written anew after every strike, or ``None``.
-    """
-
-    live: Live
-    clock: _Clock
-    rank: int
-    strikes: list[Strike] = field(default_factory=list)
-    report: Path | None = None
-
-    def struck(self, fault: Fault, stretch: Stretch, before: Float64, after: Float64) -> None:
-        """Note what a fault did to a stretch."""
-        unit = DTYPES[str(stretch.values.dtype).removeprefix("torch.")].unit_roundoff
-        size = unit * np.maximum(np.abs(before), np.abs(after))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = np.where(after == before, 0.0, np.abs(after - before) / size)
-        moved = float(np.nan_to_num(ratio, nan=np.inf).max(initial=0.0))
-        self.note(fault, self.clock.micro_step, stretch.name, stretch.start, len(before), moved)
-
-    def note(
-        self,
-        fault: Fault,
-        micro_step: int,
-        param: str = "",
-        start: int = 0,
-        numel: int = 1,
-        moved: float = float("inf"),
-    ) -> None:
-        """Note a strike, and write the report."""
-        where = (fault.law, self.clock.step, micro_step, self.rank)
-        self.strikes.append(Strike(*where, param, start, numel, moved))
-        if self.report is not None:
-            self.report.mkdir(parents=True, exist_ok=True)
-            lines = json.dumps([asdict(strike) for strike in self.strikes])
-            (self.report / f"strikes-{self.rank}.json").write_text(lines)
-
-
 def plant(engine: Any, *faults: Fault, report: Path | None = None) -> Planted:
     """Plant faults into an engine that gradtrace has not wrapped yet; they stay for its lifetime.
 
@@ -138,15 +60,15 @@ def plant(engine: Any, *faults: Fault, report: Path | None = None) -> Planted:
     """
     names = {id(param): name for name, param in engine.module.named_parameters()}
     live = Live(engine, engine.optimizer, names)
-    planted = Planted(live, _clock(engine), torch.distributed.get_rank(), report=report)
+    planted = Planted(live, start_clock(engine), torch.distributed.get_rank(), report=report)
     for fault in faults:
-        special = _SPECIAL.get((fault.law, fault.kind))
+        special = SPECIAL.get((fault.law, fault.kind))
         if special is not None:
             special(planted, fault)
-        elif fault.law == "accumulate_local" and _site(live, fault.law) is None:
+        elif fault.law == "accumulate_local" and site_of(live, fault.law) is None:
             _Spoiler(planted, fault, None).watch_parameters()
         else:
-            site = _site(live, fault.law)
+            site = site_of(live, fault.law)
             if site is None:
                 raise LookupError(f"{type(live.optimizer).__name__} has no hop {fault.law}")
             _Spoiler(planted, fault, site).install()
@@ -156,62 +78,6 @@ def plant(engine: Any, *faults: Fault, report: Path | None = None) -> Planted:
 def override_loss_scale(engine: Any, scale: float) -> None:
     """Train with a fixed loss scale in any dtype, by DeepSpeed's own call for it."""
     engine.optimizer.override_loss_scale(scale)
-
-
-def _site(live: Live, law: str) -> Site | None:
-    return next((site for site in sites_of(live.optimizer) if site.law == law), None)
-
-
-def _replace(
-    owner: Any, name: str, around: Callable[[Callable[..., Any], Any, Any], Any]
-) -> Callable[[Any, Any], Call]:
-    """Replace ``owner.name`` by ``around(original, args, kwargs)``; its signature stays.
-
-    Returns:
-        A function of positional and named arguments that names them all.
-    """
-    original = getattr(owner, name)
-    signature = signature_of(original)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return around(original, args, kwargs)
-
-    replacement.__name__ = name
-    replacement.__signature__ = signature  # type: ignore[attr-defined]
-    object.__setattr__(owner, name, replacement)
-
-    def bind(args: Any, kwargs: Any) -> Call:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
-
-    return bind
-
-
-def _clock(engine: Any) -> _Clock:
-    clock = _Clock()
-
-    def forward(original: Any, args: Any, kwargs: Any) -> Any:
-        clock.armed = True
-        return original(*args, **kwargs)
-
-    def backward(original: Any, args: Any, kwargs: Any) -> Any:
-        clock.micro_step, clock.inside = clock.micro_step + 1, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            clock.inside = clock.armed = False
-
-    def take_step(original: Any, args: Any, kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        clock.step, clock.micro_step = clock.step + 1, -1
-        return result
-
-    _replace(engine, "forward", forward)
-    _replace(engine, "backward", backward)
-    _replace(engine, "_take_model_step", take_step)
-    return clock
 
 
 class _Spoiler:
@@ -247,7 +113,7 @@ class _Spoiler:
         owner = {"optimizer": live.optimizer, "engine": live.engine}.get(self._site.owner)
         if owner is None:
             owner = _module_of(live.optimizer)
-        self._bind = _replace(owner, self._site.method, self._around)
+        self._bind = replace_method(owner, self._site.method, self._around)
 
     def watch_parameters(self) -> None:
         """Strike ``param.grad`` itself, once every parameter has its gradient of a micro-step."""
@@ -278,7 +144,7 @@ class _Spoiler:
 
     def _watch_reductions(self) -> None:
         live = self._planted.live
-        site = _site(live, "reduce")
+        site = site_of(live, "reduce")
         assert site is not None
 
         def around(original: Any, args: Any, kwargs: Any) -> Any:
@@ -287,7 +153,7 @@ class _Spoiler:
                 self._contributed[stretch.name, stretch.start] = _widened(stretch.values)
             return result
 
-        bind = _replace(live.optimizer, site.method, around)
+        bind = replace_method(live.optimizer, site.method, around)
 
     def _around(self, original: Any, args: Any, kwargs: Any) -> Any:
         site, live = self._site, self._planted.live
@@ -400,106 +266,3 @@ def _widened(values: torch.Tensor) -> Float64:
     """Return a copy in float64."""
     result: Float64 = values.detach().to(torch.float64).numpy().copy()
     return result
-
-
-# --- faults that are not a tensor's values --------------------------------------------------------
-
-
-def _wrong_seed(planted: Planted, fault: Fault) -> None:
-    """Multiply the loss that backward starts from."""
-    clock = planted.clock
-
-    def around(original: Any, args: Any, kwargs: Any) -> Any:
-        if fault.strikes("seed", clock.step, clock.coming, planted.rank):
-            args = (args[0] * fault.amount, *args[1:])
-            planted.note(fault, clock.coming)
-        return original(*args, **kwargs)
-
-    _replace(planted.live.engine, "backward", around)
-
-
-def _boundary_mismatch(planted: Planted, fault: Fault) -> None:
-    """Let one rank claim the opposite of what is true, from a forward pass to its backward's end."""
-    clock = planted.clock
-
-    def around(original: Any, args: Any, kwargs: Any) -> Any:
-        claim = original(*args, **kwargs)
-        if clock.armed and fault.strikes("replicate", clock.step, clock.coming, planted.rank):
-            if not planted.strikes:
-                planted.note(fault, clock.coming)
-            return not claim
-        return claim
-
-    _replace(planted.live.engine, "is_gradient_accumulation_boundary", around)
-
-
-class _Misordered(list[Any]):
-    """A bucket's parameters that come out of sorting with two of equal size exchanged."""
-
-    def sort(self, *args: Any, **kwargs: Any) -> None:
-        super().sort(*args, **kwargs)
-        pair = _equal_sized([param.ds_numel for param in self])
-        if pair is not None:
-            one, two = pair
-            self[one], self[two] = self[two], self[one]
-
-
-def _equal_sized(sizes: list[int]) -> tuple[int, int] | None:
-    """Return the first two positions of equal size."""
-    for at, size in enumerate(sizes):
-        if size in sizes[:at]:
-            return sizes.index(size), at
-    return None
-
-
-def _order_mismatch(planted: Planted, fault: Fault) -> None:
-    """Let one rank list two parameters of equal size in the other order in a bucket."""
-    site = _site(planted.live, "pack")
-    assert site is not None
-    optimizer, clock = planted.live.optimizer, planted.clock
-
-    def around(original: Any, args: Any, kwargs: Any) -> Any:
-        if fault.strikes("replicate", clock.step, clock.micro_step, planted.rank):
-            for dtype, bucket in optimizer.ipg_buckets.items():
-                if bucket.params:
-                    _misorder(planted, fault, bucket, dtype)
-        result = original(*args, **kwargs)
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.params = list(bucket.params)
-        return result
-
-    _replace(optimizer, site.method, around)
-
-
-def _misorder(planted: Planted, fault: Fault, bucket: Any, dtype: Any) -> None:
-    optimizer = planted.live.optimizer
-    if hasattr(optimizer, "partition_grads"):
-        bucket.params = _Misordered(bucket.params)
-        ordered = sorted(bucket.params, key=lambda param: int(param.ds_id))
-        for at in _equal_sized([param.ds_numel for param in ordered]) or ():
-            planted.note(fault, planted.clock.micro_step, planted.live.name(ordered[at]))
-        return
-    params = [optimizer.param_dict[number] for _, _, number in bucket.params]
-    pair = _equal_sized([param.numel() for param in params])
-    if pair is None:
-        return
-    one, two = pair
-    ends = np.cumsum([param.numel() for param in params])
-    flat = bucket.buffer[bucket.index]
-    views = [flat[ends[at] - params[at].numel() : ends[at]] for at in pair]
-    kept = views[0].clone()
-    views[0].copy_(views[1])
-    views[1].copy_(kept)
-    for at, view in zip((two, one), views, strict=True):
-        gradient = optimizer.get_gradient_for_reduction(params[at])
-        gradient.data = view.view_as(gradient)
-    bucket.params[one], bucket.params[two] = bucket.params[two], bucket.params[one]
-    for at in pair:
-        planted.note(fault, planted.clock.micro_step, planted.live.name(params[at]))
-
-
-_SPECIAL: Final[Mapping[tuple[str, str], Callable[[Planted, Fault], None]]] = {
-    ("seed", "wrong_seed"): _wrong_seed,
-    ("replicate", "boundary_mismatch"): _boundary_mismatch,
-    ("replicate", "order_mismatch"): _order_mismatch,
-}

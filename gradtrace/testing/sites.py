@@ -296,3 +296,8 @@ def sites_of(optimizer: Any) -> tuple[Site, ...]:
         if hasattr(optimizer, method):
             return sites
     raise LookupError(f"no sites for {type(optimizer).__name__}")
+
+
+def site_of(live: Live, law: str) -> Site | None:
+    """Return where a hop's results lie in a live engine, or ``None`` where there is no such hop."""
+    return next((site for site in sites_of(live.optimizer) if site.law == law), None)

@@ -237,9 +237,28 @@ PER_STEP: Final = ("master_grad", "clipped_grad")
 GIVEN_ALL_THE_SAME: Final = {"bf16": ("master_grad",)}
 
 
+def _weights(place: Place) -> Times:
+    """Return what a rank holds of every parameter, frozen ones too: a part at stage 3, else all of it."""
+    found: Times = {}
+    world = place.trace.manifest.world_size
+    for name, param in build(place.setup.model).named_parameters():
+        times = np.ones(param.numel(), np.int64)
+        if place.setup.stage == 3:
+            part = -(-param.numel() // world)
+            times[: place.rank * part] = 0
+            times[(place.rank + 1) * part :] = 0
+        found[name] = times
+    return found
+
+
+def _masters(place: Place) -> Times:
+    """Return the shards that the optimizer steps, before its step and after it."""
+    return {name: 2 * times for name, times in place.own(place.sizes).items()}
+
+
 AROUND_THE_STEP: Final[dict[str, Expect]] = {
-    "weight": lambda place: _weights(place),
-    "master_weight": lambda place: _masters(place),
+    "weight": _weights,
+    "master_weight": _masters,
 }
 
 
@@ -290,25 +309,6 @@ def _once(trace: Trace, rank: int, step: int, micro_step: int, point: str) -> li
     )
     where = f"rank {rank} step {step} micro_step {micro_step}"
     return [] if number == 1 else [f"{where}: {number} x {point}"]
-
-
-def _weights(place: Place) -> Times:
-    """Return what a rank holds of every parameter, frozen ones too: a part at stage 3, else all of it."""
-    found: Times = {}
-    world = place.trace.manifest.world_size
-    for name, param in build(place.setup.model).named_parameters():
-        times = np.ones(param.numel(), np.int64)
-        if place.setup.stage == 3:
-            part = -(-param.numel() // world)
-            times[: place.rank * part] = 0
-            times[(place.rank + 1) * part :] = 0
-        found[name] = times
-    return found
-
-
-def _masters(place: Place) -> Times:
-    """Return the shards that the optimizer steps, before its step and after it."""
-    return {name: 2 * times for name, times in place.own(place.sizes).items()}
 
 
 def _times(place: Place, step: int, micro_step: int | None, point: str) -> Times:

@@ -63,7 +63,7 @@ REFUSED = "unsupported_engine: fp16"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another training": ({"bitwise": False}, "tracing changed the training"),
     "a false alarm": ({"verdict": "fail", "law": "reduce", "cause": "scaled"}, "expected a pass"),
-    "no verdict": ({"verdict": "inconclusive"}, "found inconclusive"),
+    "no verdict": ({"verdict": "inconclusive"}, "verdict inconclusive"),
     "a probe that does not bind": ({"refused": "probe_missing: no step"}, "refused: probe_missing"),
     "a refusal on the newest release": ({"refused": REFUSED}, "refused: unsupported_engine"),
     "a failure of the traced run": ({"failed": "KeyError: 0"}, "only the traced run failed"),

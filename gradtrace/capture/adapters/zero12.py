@@ -208,6 +208,19 @@ def _of_list(method: str, source: str, required: bool = True) -> tuple[Probe, Pr
     )
 
 
+def _mixes_accumulation_dtypes(model: Model) -> bool:
+    """Say whether accumulated gradients enter buckets of another 16-bit dtype.
+
+    Source: 0.15.4 and 0.17.6; 0.19 gives the buckets the dtype of ``_gradient_reduction_buffer_dtype``.
+    """
+    optimizer = model.optimizer
+    return (
+        bool(optimizer.use_grad_accum_attribute)
+        and optimizer.gradient_accumulation_dtype != torch.float32
+        and not hasattr(optimizer, "_gradient_reduction_buffer_dtype")
+    )
+
+
 ZERO12 = Adapter(
     name="zero12",
     optimizer_class="DeepSpeedZeroOptimizer",
@@ -337,6 +350,11 @@ ZERO12 = Adapter(
         ),
     ),
     refusals=(
+        Refusal(
+            "a 16-bit grad_accum_dtype that is not the model's",
+            _mixes_accumulation_dtypes,
+            "this release copies it into buckets of the model's dtype, which no law allows for",
+        ),
         Refusal(
             "torch_autocast in fp16",
             lambda m: getattr(m.optimizer, "torch_autocast_gradscaler", None) is not None,

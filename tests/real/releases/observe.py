@@ -135,6 +135,9 @@ def _last_line(error: BaseException) -> str:
 
 # One engine for each adapter and stage: whether everything binds, trained or not.
 FAMILIES = {
+    "plain": Setup(0),
+    "fp16_unfused": Setup(0, bf16=True, client="sgd"),
+    "fp16": Setup(0, bf16=True, client="fused_sgd"),
     "zero12, stage 1": Setup(1),
     "zero12, stage 2": Setup(2),
     "bf16": Setup(1, bf16=True, config={"data_types": {"grad_accum_dtype": "fp32"}}),

@@ -79,9 +79,13 @@ def _heading(row: Measured) -> tuple[int, int]:
 def _table(rows: Iterable[Measured]) -> Iterable[str]:
     yield "| settings | outcome | laws checked | records |"
     yield "|---|---|---|---|"
-    for row in rows:
-        cells = (settings(row.entry.setup), _outcome(row), _laws(row), records(row.counts))
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield from map(line, rows)
+
+
+def line(row: Measured) -> str:
+    """Return a configuration's line of the page."""
+    cells = (settings(row.entry.setup), _outcome(row), _laws(row), records(row.counts))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def settings(setup: Setup) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -338,6 +339,8 @@ LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
 @pytest.fixture(scope="module")
 def cpu_adam() -> None:
     """Compile DeepSpeed's CPU Adam once, before two ranks wait for each other's compilers."""
+    if os.environ.get("GRADTRACE_CATALOG") != "whole":
+        pytest.skip("compiling DeepSpeed's op takes minutes: GRADTRACE_CATALOG=whole")
     script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=900)
 

@@ -30,6 +30,10 @@ LEFT_OUT: Final[Mapping[str, Callable[[bool], tuple[str, ...]]]] = {
     "tied": lambda odd: () if odd else ("sometimes",),
     "early": lambda odd: ("early", "never") if odd else ("never",),
 }
+# model -> what autograd leaves out, and a leaf module fills with zeros before the reduction
+FILLED: Final[Mapping[str, Callable[[bool], str]]] = {
+    "leaf": lambda odd: "experts.choices.1" if odd else "experts.choices.0",
+}
 # Parameters whose gradient arrives in two parts.
 IN_PARTS: Final = {"twice_recomputed": "twice"}
 
@@ -113,6 +117,12 @@ def _by_part(place: Place, times: Times) -> Times:
 
 def _arriving(place: Place) -> Times:
     return _by_part(place, _local(place))
+
+
+def _produced(place: Place) -> Times:
+    """Return what autograd gives, where what arrives at the reduction is more."""
+    filled = FILLED.get(place.setup.model, lambda odd: "nothing")(place.call % 2 == 1)
+    return {name: n for name, n in _arriving(place).items() if not name.startswith(filled)}
 
 
 def _own_arriving(place: Place) -> Times:
@@ -204,7 +214,7 @@ PER_MICRO_STEP: Final[dict[tuple[str, int], dict[str, Expect]]] = {
         "reduced": _at_boundary(lambda place: place.whole(place.sizes)),
     },
     ("zero3", 3): {
-        "local_grad": _arriving,
+        "local_grad": _produced,
         "local_accum": NOTHING,
         # Each part goes into a bucket of its own: where both fitted into one, they would be one.
         "bucket": _arriving,

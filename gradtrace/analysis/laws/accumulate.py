@@ -29,6 +29,7 @@ from gradtrace.analysis.laws.common import (
     coarsest,
     largest_before,
     last_of_previous,
+    simple_finding,
 )
 from gradtrace.trace.dtypes import DTYPES, Dtype
 
@@ -222,6 +223,7 @@ def _check_span(
         yield from _own(scene, event, context.point, start, stop)
         yield from _swapped(scene, event, stop - start)
 
+    told = len(scene.ledger.found)
     check(
         scene,
         place,
@@ -231,6 +233,24 @@ def _check_span(
         designs=[design] if len(terms) > 1 else [],
         hypotheses=hypotheses,
     )
+    if carried is not None and since and len(scene.ledger.found) == told:
+        _check_precision(scene, place, event.dtype)
+
+
+def _check_precision(scene: Scene, place: Place, held: Dtype) -> None:
+    """Check that the buffer is not coarser than the accumulation dtype that was asked for.
+
+    Each addition is right in the buffer's own dtype, so no bound would tell.
+    """
+    assert place.rank is not None
+    asked = scene.settings_dtypes(place.rank, "grad_accum_dtype")
+    if not asked or embeds(asked[0], held) or not embeds(held, asked[0]):
+        return
+    detail = (
+        f"The accumulation buffer holds {held.name}, where grad_accum_dtype asks for {asked[0].name}: "
+        "every addition is rounded to it."
+    )
+    simple_finding(scene, place, "low_precision", detail)
 
 
 def _own(scene: Scene, event: Event, point: str, start: int, stop: int) -> Iterator[Hypothesis]:

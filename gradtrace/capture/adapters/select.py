@@ -178,6 +178,8 @@ def select(model: Model) -> Adapter:
         family = next((c for c in kind.__mro__ if c.__name__ == adapter.optimizer_class), None)
         if family is None:
             continue
+        if adapter.any_subclass and model.optimizer is not model.engine.basic_optimizer:
+            continue  # any torch optimizer will do, but only the one that DeepSpeed itself steps
         changed = sorted({p.method for p in adapter.probes if p.owner == "optimizer"} | {"step"})
         overridden = [
             name for name in changed if getattr(kind, name, None) is not getattr(family, name, None)

@@ -63,8 +63,8 @@ def _of(trace: Trace, rank: int, step: int) -> list[Record]:
 
 
 def _bytes(trace: Trace, record: Record) -> int:
-    if record.dtype is None:
-        return 0
+    if record.key is None or record.dtype is None:
+        return 0  # facts, or a digest
     return layout_numel(trace.layout(record)) * DTYPES[record.dtype].size_bytes
 
 
@@ -78,7 +78,7 @@ def _points(trace: Trace, rank: int, step: int, factor: float | None) -> Iterato
             point=name,
             status=trace.ranks[rank].header.points.get(name, "not_planned"),
             records=len(records),
-            tensors=sum(record.dtype is not None for record in records),
+            tensors=sum(record.key is not None for record in records),
             bytes=size,
             scaled_bytes=None if factor is None else round(size * factor),
         )

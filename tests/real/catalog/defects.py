@@ -58,11 +58,43 @@ def by_hand(setup: Setup) -> bool:
     return setup.mode in {"by_hand", "tensor_backward", "mixed", "scale"} and setup.micro_steps > 1
 
 
+def unfused(setup: Setup) -> bool:
+    """Say whether the configuration asks for FP16_UnfusedOptimizer under bf16."""
+    return setup.stage == 0 and setup.bf16 and "fused" not in setup.client
+
+
 OPEN_INSTRUCT = "https://github.com/allenai/open-instruct/pull/1498"
 PULL_7985 = "https://github.com/deepspeedai/DeepSpeed/pull/7985"
 
 # Where a configuration meets several, the first is what audit finds first.
 DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "noncontiguous_not_reduced",
+        lambda s: s.stage in {1, 2} and s.zero.get("contiguous_gradients") is False,
+        "0.15.1",
+        "0.19.8",
+        "reduce",
+        "not_reduced",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8382",
+    ),
+    Defect(
+        "z0_unfused_seed",
+        unfused,
+        "0.18.5",
+        "0.18.6",
+        "seed",
+        "scaled",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7839",
+    ),
+    Defect(
+        "z2_offload_middle_lost",
+        lambda s: s.stage == 2 and "offload_optimizer" in s.zero and s.micro_steps > 2,
+        "0.15.4",
+        "0.19.0",
+        "accumulate",
+        "dropped_micro_steps",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7967",
+    ),
     Defect(
         "z2_gas_last_only",
         lambda s: s.stage == 2 and s.micro_steps > 1,

@@ -367,3 +367,34 @@ def test_standard_output_holds_one_document_and_nothing_else(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "traced"
     assert all(line.startswith("gradtrace: ") for line in done.stderr.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize("section", ("offload_optimizer", "offload_param"))
+def test_offload_to_nvme_is_refused_without_building_anything(
+    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = {"stage": 3, section: {"device": "nvme", "nvme_path": "/tmp"}}
+    config = write(tmp_path / "ds.json", zero_optimization=zero)
+    status, said = doctor("--config", str(config), capsys=capsys)
+    (check,) = said["checks"]
+    assert (status, check["verdict"], check["reason"]["slug"]) == (
+        1,
+        "refused",
+        "unsupported_engine",
+    )
+    assert f"{section} to NVMe" in check["reason"]["found"]
+
+
+def test_what_the_stand_in_cannot_show_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write(
+        tmp_path / "ds.json",
+        zero_optimization={"stage": 1},
+        pipeline={"stages": 2},
+        bf16={"enabled": "auto"},
+    )
+    _, said = doctor("--config", str(config), capsys=capsys)
+    notes = " ".join(said["checks"][0]["notes"])
+    assert "pipeline: not examined" in notes
+    assert "bf16.enabled is auto" in notes

@@ -7,6 +7,7 @@ deepspeed are imported only after it is known that they are there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -63,16 +64,50 @@ def examine(
         )
     checks = []
     for name, given in chosen.items():
+        unbuilt = _refused_unbuilt(given)
+        if unbuilt is not None:
+            checks.append(Check(name, "refused", model or STAND_IN, reason=unbuilt))
+            continue
         progress(f"building {name} on {ranks} CPU ranks")
         order = Order(given, ranks, model, None, capture, params, Path())
         try:
-            checks.append(check(name, order, parameters, progress))
+            found = check(name, order, parameters, progress)
+            checks.append(dataclasses.replace(found, notes=(*found.notes, *_not_examined(given))))
         except EngineBuildError as error:
             if config is not None:
                 raise
             reason = Reason(error.slug, error.found, error.expected, error.remedy)
             checks.append(Check(name, "unknown", model or STAND_IN, reason=reason))
     return Checkup(packages(), ranks, tuple(checks))
+
+
+def _refused_unbuilt(given: Mapping[str, Any]) -> Reason | None:
+    """Return why `wrap` refuses what cannot be built here: NVMe needs kernels and a disk of its own."""
+    zero = given.get("zero_optimization")
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name) if isinstance(zero, Mapping) else None
+        if isinstance(section, Mapping) and section.get("device") == "nvme":
+            return Reason(
+                "unsupported_engine",
+                f"{name} to NVMe",
+                "a configuration that can be traced whole; gradients or weights are not in memory there",
+                "Trace a run without it; docs/coverage.md lists what is traced.",
+            )
+    return None
+
+
+def _not_examined(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the stand-in cannot show of a configuration."""
+    notes = []
+    if "pipeline" in given:
+        notes.append("pipeline: not examined; the engine of a PipelineModule is refused")
+    for name in ("bf16", "fp16"):
+        section = given.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") == "auto":
+            notes.append(
+                f"{name}.enabled is auto: examined as false; write true to examine that dtype"
+            )
+    return tuple(notes)
 
 
 def _configurations(path: Path | None) -> dict[str, Mapping[str, Any]]:

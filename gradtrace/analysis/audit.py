@@ -153,6 +153,12 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
         follows |= (
             entry.finding.law == "replicate" and entry.numel > 0 and entry.finding.param in judged
         )
+        # What the norm was taken of is not what was recorded, where that hop itself is broken.
+        follows |= (
+            entry.finding.law == "unscale_clip"
+            and entry.param is None
+            and any(other.finding.law == "master" for other in fresh)
+        )
         follows |= (
             entry.finding.law == "reduce" and (entry.finding.micro_step, entry.param) in mixed
         )

@@ -242,6 +242,8 @@ def rules(trace: Trace, setup: Setup) -> dict[str, Expect] | None:
     return COALESCED.get(family, found) if setup.mode == "coalesce" else found
 
 
+# Points that no hop of the gradient goes through; tests of hops leave them to this module.
+BESIDE_THE_GRADIENT: Final = ("input", "weight", "master_weight")
 PER_STEP: Final = ("master_grad", "clipped_grad")
 # A step that overflows is left before the optimizer is given anything, but for these.
 GIVEN_ALL_THE_SAME: Final = {"bf16": ("master_grad",)}

@@ -28,6 +28,8 @@ SETUPS = {
 }
 # records of one step on each rank of a run with four micro-steps and five parameters
 ONCE = {
+    "input": 4,
+    "weight": 5,
     "loss": 4,
     "local_grad": 20,
     "local_accum": 20,
@@ -35,6 +37,7 @@ ONCE = {
     "reduced": 1,
     "master_grad": 1,
     "clipped_grad": 1,
+    "master_weight": 2,
 }
 OPTIMIZERS = {
     "plain": ("plain", "AdamW", "AdamW"),
@@ -60,7 +63,7 @@ def test_every_probe_fires_exactly_as_often_as_it_should(name: str, tmp_path: Pa
     train(SETUPS[name].at(steps=2, mode="no_sync"), tmp_path / "no_sync")
     assert _counts(tmp_path / "no_sync", 1) == ONCE
     train(SETUPS[name].at(steps=2, groups=True), tmp_path / "groups")
-    twice = {**ONCE, "master_grad": 2, "clipped_grad": 2}
+    twice = {**ONCE, "master_grad": 2, "clipped_grad": 2, "master_weight": 4}
     if name == "BF16_Optimizer":  # one flat buffer a group, all in one bucket call
         twice.update(bucket=2, reduced=2)
     assert _counts(tmp_path / "groups", 1) == twice

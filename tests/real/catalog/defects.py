@@ -64,6 +64,7 @@ def unfused(setup: Setup) -> bool:
 
 
 OPEN_INSTRUCT = "https://github.com/allenai/open-instruct/pull/1498"
+PULL_7839 = "https://github.com/deepspeedai/DeepSpeed/pull/7839"
 PULL_7985 = "https://github.com/deepspeedai/DeepSpeed/pull/7985"
 
 # Where a configuration meets several, the first is what audit finds first.
@@ -71,20 +72,39 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "noncontiguous_not_reduced",
         lambda s: s.stage in {1, 2} and s.zero.get("contiguous_gradients") is False,
-        "0.15.1",
+        "0.14.4",
         "0.19.8",
         "reduce",
         "not_reduced",
         "https://github.com/deepspeedai/DeepSpeed/pull/8382",
     ),
+    # In 0.17.6 to 0.18.3 stage 1 with fp32 accumulation gives FP16_UnfusedOptimizer too.
     Defect(
-        "z0_unfused_seed",
+        "unfused_norm_not_unscaled",
+        lambda s: unfused(s) or in_bf16_optimizer(s),
+        "0.17.6",
+        "0.18.3",
+        "unscale_clip",
+        "not_unscaled",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8588",
+    ),
+    Defect(
+        "unfused_loss_not_scaled",
         unfused,
-        "0.18.5",
+        "0.18.3",
         "0.18.6",
         "seed",
         "scaled",
-        "https://github.com/deepspeedai/DeepSpeed/pull/7839",
+        PULL_7839,
+    ),
+    Defect(
+        "unfused_loss_not_scaled, stage 1",
+        in_bf16_optimizer,
+        "0.18.3",
+        "0.18.5",
+        "seed",
+        "scaled",
+        PULL_7839,
     ),
     Defect(
         "z2_offload_middle_lost",

@@ -172,7 +172,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         "z3_carried_over",
-        lambda s: s.stage == 3 and s.model == "tied" and s.micro_steps > 1,
+        lambda s: s.stage == 3 and s.model == "tied" and s.micro_steps > 1 and s.mode != "coalesce",
         "0.14.4",
         None,
         "accumulate",

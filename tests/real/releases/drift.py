@@ -101,6 +101,8 @@ def declared() -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
     attributes: set[tuple[str, str]] = set()
     for adapter in select.ADAPTERS:
         owners = {"engine": ENGINE, "optimizer": adapter.optimizer_class}
+        if adapter.any_subclass:
+            del owners["optimizer"]  # torch's own
         for probe in adapter.probes:
             if probe.owner not in owners:
                 continue  # torch's own optimizer
@@ -108,6 +110,8 @@ def declared() -> tuple[dict[tuple[str, str], str], set[tuple[str, str]]]:
             points = dict.fromkeys([*filter(None, methods.get(place, "").split(", ")), probe.point])
             methods[place] = ", ".join(points)
             attributes |= {(adapter.optimizer_class, name) for name in probe.attributes}
+        if adapter.any_subclass:
+            continue
         attributes |= {(adapter.optimizer_class, name) for name in adapter.attributes}
         for name in select.OPTIMIZER_METHODS:
             methods.setdefault((adapter.optimizer_class, name), "steps")

@@ -128,10 +128,11 @@ def _verdict(
 def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     """Take out of a step's findings those that an earlier broken hop explains.
 
-    Every hop is judged by its own recorded inputs, so a fault breaks one law. Four exceptions: the
+    Every hop is judged by its own recorded inputs, so a fault breaks one law. Five exceptions: the
     end-to-end law contains all others; where the ranks' buckets hold different parameters, the sum of
-    neither is what it should be; what differs between ranks came from a hop that broke on one; and a
-    rank that takes another micro-step for the last one starts its accumulation anew after it.
+    neither is what it should be; what differs between ranks came from a hop that broke on one; a norm
+    was taken of something else where ``master`` is broken; and a rank that takes another micro-step
+    for the last one starts its accumulation anew after it.
     """
     ledger = scene.ledger
     fresh = ledger.found[seen:]
@@ -153,7 +154,6 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
         follows |= (
             entry.finding.law == "replicate" and entry.numel > 0 and entry.finding.param in judged
         )
-        # What the norm was taken of is not what was recorded, where that hop itself is broken.
         follows |= (
             entry.finding.law == "unscale_clip"
             and entry.param is None

@@ -359,7 +359,8 @@ def _whole(
 def _taken(side: Side, step: int, micro_step: int, rank: int, param: int) -> bool:
     """Say whether the collective had the buffer before it was recorded.
 
-    Stage 1 with ``overlap_comm`` reduces full buckets during the backward pass, in place.
+    Stage 1 with ``overlap_comm`` reduces full buckets during the backward pass, in place. Traces of
+    gradtrace 0.1 recorded all buffers at its end; later ones record each before its bucket is full.
     """
     (own,) = side.align.events(step, micro_step, "local_accum", rank, param)
     return any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -199,3 +200,54 @@ def test_the_narrowest_range_on_the_path_bounds_underflow_not_the_coarsest_dtype
     )
     result = audit(write_run(tmp_path / "trace", run))
     assert result.verdict == "pass", result.first
+
+
+# --- what the run says of itself -------------------------------------------------------------------
+
+
+def _told(trace, **facts):
+    """Return a trace whose ranks say something else in each step's facts."""
+    ranks = {
+        rank: replace(
+            held,
+            steps={n: replace(end, facts={**end.facts, **facts}) for n, end in held.steps.items()},
+        )
+        for rank, held in trace.ranks.items()
+    }
+    return replace(trace, ranks=ranks)
+
+
+def _asked(trace, **settings):
+    """Return a trace whose ranks hold other effective settings."""
+    ranks = {
+        rank: replace(
+            held,
+            header=replace(held.header, effective={**held.header.effective, **settings}),
+        )
+        for rank, held in trace.ranks.items()
+    }
+    return replace(trace, ranks=ranks)
+
+
+@pytest.mark.parametrize("clip", (0.0, 0.5))
+@pytest.mark.parametrize("norm", ("NaN", "Infinity", -1.0))
+def test_a_norm_that_is_no_number_is_a_finding_where_the_gradients_are(tmp_path, norm, clip):
+    trace = open_trace(write_run(tmp_path / "run", Run(stage=2, steps=2, samples=24, clip=clip)))
+    assert audit(trace).verdict == "pass"
+    result = audit(_told(trace, grad_norm=norm))
+    assert result.verdict == "fail"
+    assert result.first.law == "unscale_clip"
+    if isinstance(norm, str):
+        assert "non_finite" in {f.cause for f in result.findings if f.param is None}
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_buffer_coarser_than_what_was_asked_for_is_a_finding(tmp_path, stage):
+    run = Run(stage=stage, steps=2, samples=24, model_dtype="bfloat16", micro_steps=3)
+    trace = open_trace(write_run(tmp_path / "run", run))
+    assert audit(trace).verdict == "pass"
+    for finer in ("bfloat16", "float16"):  # the same, and one that neither holds the other of
+        assert audit(_asked(trace, grad_accum_dtype=finer)).laws["accumulate"].broken == 0
+    result = audit(_asked(trace, grad_accum_dtype="float32"))
+    assert (result.first.law, result.first.cause) == ("accumulate", "low_precision")
+    assert (result.first.step, result.first.micro_step) == (0, 1)

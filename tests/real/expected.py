@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrace.trace.reader import Trace
+from gradtrace.trace.records import Record
 from gradtrace.trace.spans import PADDING
 from tests.real.training import Setup, build
 
@@ -247,6 +248,15 @@ BESIDE_THE_GRADIENT: Final = ("input", "weight", "master_weight")
 PER_STEP: Final = ("master_grad", "clipped_grad")
 # A step that overflows is left before the optimizer is given anything, but for these.
 GIVEN_ALL_THE_SAME: Final = {"bf16": ("master_grad",)}
+
+
+def hops(records: Iterable[Record], step: int) -> Counter[tuple[str, int | None]]:
+    """Count the records of one step on the gradient's own way, by point and micro-step."""
+    return Counter(
+        (record.point, record.micro_step)
+        for record in records
+        if record.step == step and record.point not in BESIDE_THE_GRADIENT
+    )
 
 
 def _weights(place: Place) -> Times:

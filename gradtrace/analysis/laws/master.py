@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 
@@ -24,12 +23,12 @@ from gradtrace.analysis.laws.common import (
     largest_before,
     simple_finding,
 )
+from gradtrace.analysis.laws.norm import LARGEST_NORM
 from gradtrace.trace.dtypes import Dtype
 from gradtrace.trace.spans import PADDING
 
 LAW = "master"
 _Parts = list[tuple[str, Estimate]]
-_LARGEST_NORM: Final = 1e15  # far from where a float32 sum of squares overflows
 
 
 def check_padding(scene: Scene) -> None:
@@ -86,7 +85,7 @@ def check_overflow(scene: Scene) -> None:
                 if values is None or not np.isfinite(values).all():
                     return
                 squares += float(values @ values)
-    if math.sqrt(squares) >= _LARGEST_NORM:
+    if math.sqrt(squares) >= LARGEST_NORM:
         return
     place = Place(LAW, scene.step, None, None, None, "master_grad")
     detail = (

@@ -13,6 +13,7 @@ Source: deepspeed 0.19.8, runtime/utils.py, clip_grad_norm_ (356) and get_global
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from gradtrace.analysis.bounds import gamma
 from gradtrace.analysis.laws.common import Lack, Norm, Scene
 from gradtrace.trace.dtypes import DTYPES
 
+LARGEST_NORM: Final = 1e15  # far from where a float32 sum of squares overflows
 _FP32 = DTYPES["float32"]
 _TENSOR = 4  # the root of its sum, its square, its sum with the others, a cast
 _REST = 16  # the sum's root, casts, and the products that a rescaling makes

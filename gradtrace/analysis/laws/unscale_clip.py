@@ -22,9 +22,10 @@ from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, underflow
 from gradtrace.analysis.hypotheses import FEWEST_FREE, Hypothesis, weighted
 from gradtrace.analysis.laws.common import Lack, Norm, Place, Scene, check, simple_finding
-from gradtrace.analysis.laws.norm import gradient_norm
+from gradtrace.analysis.laws.norm import LARGEST_NORM, gradient_norm
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
 from gradtrace.trace.records import Json
+from gradtrace.trace.schema import decode_float
 
 LAW = "unscale_clip"
 EPSILON: Final = 1e-6  # DeepSpeed adds it to the norm
@@ -87,7 +88,7 @@ def check_norm(scene: Scene) -> None:
     broken: list[tuple[int, float, float]] = []
     for rank in scene.ranks:
         facts = scene.alignment.step_end(scene.step, rank).facts
-        scale, found = _number(facts.get("loss_scale")), _number(facts.get("grad_norm"))
+        scale, found = _number(facts.get("loss_scale")), decode_float(facts.get("grad_norm"))
         if facts.get("overflow") or scale is None or scale <= 0 or found is None:
             continue
         norm = gradient_norm(scene, rank)
@@ -95,8 +96,8 @@ def check_norm(scene: Scene) -> None:
             scene.ledger.lack(LAW, norm)
             continue
         expected = norm.value / scale
-        if not math.isfinite(expected) or not math.isfinite(found):
-            continue  # the gradients' own laws judge these
+        if not norm.value < LARGEST_NORM:
+            continue  # the gradients' own laws judge what is not finite; float32 squares may overflow
         bound = norm.relative * expected + norm.absolute / scale
         if abs(found - expected) <= bound:
             scene.ledger.passed(LAW, abs(found - expected) / bound if bound else 0.0)
@@ -105,7 +106,9 @@ def check_norm(scene: Scene) -> None:
     for rank, expected, found in broken[:1]:
         single = rank if len(broken) == 1 < len(scene.ranks) else None
         place = Place(LAW, scene.step, None, single, None, "master_grad")
-        cause, words = _norm_cause(scene, rank, found / expected if expected else math.inf)
+        cause, words = "non_finite", ""
+        if math.isfinite(found):
+            cause, words = _norm_cause(scene, rank, found / expected if expected else math.inf)
         detail = (
             f"DeepSpeed reports a gradient norm of {found:.6g}; over all shards, the loss scale "
             f"divided out, it is {expected:.6g}{words}."

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradtrace.capture.adapters import replicated
 from gradtrace.capture.adapters.declare import (
     Adapter,
     Call,
@@ -83,11 +84,7 @@ def _reductions(model: Model, call: Call) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _bucket(model: Model, call: Call) -> Iterable[Sighting]:
-    facts = {
-        "comm_dtype": model.engine.communication_data_type,
-        "ranks": torch.distributed.get_process_group_ranks(call.arguments["dp_group"]),
-        "op": "mean" if model.engine.gradient_average else "sum",
-    }
+    facts = replicated.reduction_facts(model, call)
     for group, tensor in _reductions(model, call):
         pieces = tuple(piece for piece in _flat(model, group) if piece.param != PADDING)
         yield Sighting(f"group{group}", ((tensor, pieces),), facts)
@@ -157,24 +154,7 @@ BF16 = Adapter(
             one_of="local_accum",
             source="0.18.2 bf16_optimizer.py:319; the engine runs it, then reduces",
         ),
-        Probe(
-            "bucket",
-            "allreduce_and_copy",
-            "before",
-            _bucket,
-            owner="engine",
-            arguments=("small_bucket", "dp_group"),
-            source="0.19.8 engine.py:3823",
-        ),
-        Probe(
-            "reduced",
-            "allreduce_and_copy",
-            "after",
-            _reduced,
-            owner="engine",
-            arguments=("small_bucket", "dp_group"),
-            source="0.19.8 engine.py:3823",
-        ),
+        *replicated.collective(_bucket, _reduced),
         Probe("master_grad", "step", "before", _master, source="0.19.8 bf16_optimizer.py:384"),
         Probe(
             "clipped_grad",

@@ -187,6 +187,26 @@ class Adapter:
     masters: Callable[[Model], Sequence[Sighting] | None] | None = None
 
 
+def wires(model: Model) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that gradients are reduced in: one bucket each (several under autocast)."""
+    buckets = getattr(model.optimizer, "ipg_buckets", None)
+    return tuple(buckets) if buckets else (model.optimizer.communication_data_type,)
+
+
+def coarsest_wire(model: Model) -> torch.dtype:
+    """Return the dtype that speaks for all of `wires` in the effective settings."""
+    return max(wires(model), key=lambda wire: float(torch.finfo(wire).eps))
+
+
+def settled(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host buffer whose last copy from a device is certain to be in it.
+
+    A copy into pageable memory is complete when the call returns. One into pinned memory is still
+    under way on the current stream, so the buffer is read back on that stream: no host waits.
+    """
+    return host.to(device, non_blocking=True) if host.is_pinned() else host
+
+
 def optimizer_boundary(model: Model) -> bool | None:
     """Return the optimizer's own boundary claim.
 

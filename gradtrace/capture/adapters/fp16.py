@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradtrace.capture.adapters import replicated
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, shards_of
+from gradtrace.capture.adapters.declare import (
+    Adapter,
+    Call,
+    Model,
+    Probe,
+    Refusal,
+    Sight,
+    shards_of,
+)
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 
 
@@ -71,27 +79,21 @@ def _effective(model: Model) -> dict[str, Any]:
     }
 
 
+def _unscaling(sight: Sight, source: str, *arguments: str) -> tuple[Probe, ...]:
+    """Declare what ``unscale_and_clip_grads`` is given, and what it makes of it in place."""
+    method, names = "unscale_and_clip_grads", (*arguments, "total_norm")
+    return (
+        Probe("master_grad", method, "before", sight, source, arguments=names),
+        Probe("clipped_grad", method, "after", sight, source, arguments=names),
+    )
+
+
 FP16 = Adapter(
     name="fp16",
     optimizer_class="FP16_Optimizer",
     probes=(
         *replicated.PROBES,
-        Probe(
-            "master_grad",
-            "unscale_and_clip_grads",
-            "before",
-            _flat,
-            arguments=("grad_groups_flat", "total_norm"),
-            source="0.19.8 fused_optimizer.py:374",
-        ),
-        Probe(
-            "clipped_grad",
-            "unscale_and_clip_grads",
-            "after",
-            _flat,
-            arguments=("grad_groups_flat", "total_norm"),
-            source="0.19.8 fused_optimizer.py:374",
-        ),
+        *_unscaling(_flat, "0.19.8 fused_optimizer.py:374", "grad_groups_flat"),
     ),
     refusals=(
         *replicated.REFUSALS,
@@ -117,22 +119,7 @@ FP16_UNFUSED = Adapter(
     optimizer_class="FP16_UnfusedOptimizer",
     probes=(
         *replicated.PROBES,
-        Probe(
-            "master_grad",
-            "unscale_and_clip_grads",
-            "before",
-            _each,
-            arguments=("total_norm",),
-            source="0.19.8 unfused_optimizer.py:243",
-        ),
-        Probe(
-            "clipped_grad",
-            "unscale_and_clip_grads",
-            "after",
-            _each,
-            arguments=("total_norm",),
-            source="0.19.8 unfused_optimizer.py:243",
-        ),
+        *_unscaling(_each, "0.19.8 unfused_optimizer.py:243"),
     ),
     refusals=(
         *replicated.REFUSALS,

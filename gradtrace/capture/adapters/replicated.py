@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from gradtrace.capture.adapters.declare import Call, Model, Probe, Refusal
+from gradtrace.capture.adapters.declare import Call, Model, Probe, Refusal, Sight
 from gradtrace.capture.snapshot import Piece, Sighting, dtype_name, whole
 
 Groups = Iterable[Iterable[torch.nn.Parameter]]
@@ -59,6 +59,16 @@ def reduction_facts(model: Model, call: Call) -> dict[str, Any]:
         "ranks": torch.distributed.get_process_group_ranks(call.arguments["dp_group"]),
         "op": "mean" if model.engine.gradient_average else "sum",
     }
+
+
+def collective(bucket: Sight, reduced: Sight) -> tuple[Probe, ...]:
+    """Declare the engine's own all-reduce: what goes into it, and what comes out."""
+    method, source = "allreduce_and_copy", "0.19.8 engine.py:3823"
+    arguments = ("small_bucket", "dp_group")
+    return (
+        Probe("bucket", method, "before", bucket, source, owner="engine", arguments=arguments),
+        Probe("reduced", method, "after", reduced, source, owner="engine", arguments=arguments),
+    )
 
 
 def _members(model: Model, call: Call) -> tuple[str, Any]:
@@ -140,24 +150,7 @@ PROBES: Final = (
         one_of="local_accum",
         source="0.15.4 engine.py:2046; engine.backward calls it after every backward pass (to 0.17)",
     ),
-    Probe(
-        "bucket",
-        "allreduce_and_copy",
-        "before",
-        _bucket,
-        owner="engine",
-        arguments=("small_bucket", "dp_group"),
-        source="0.19.8 engine.py:3823",
-    ),
-    Probe(
-        "reduced",
-        "allreduce_and_copy",
-        "after",
-        _reduced,
-        owner="engine",
-        arguments=("small_bucket", "dp_group"),
-        source="0.19.8 engine.py:3823",
-    ),
+    *collective(_bucket, _reduced),
 )
 
 REFUSALS: Final = (

@@ -16,7 +16,15 @@ import torch
 from gradtrace.capture.adapters import zero12_collectives as collectives
 from gradtrace.capture.adapters import zero12_layout as layout
 from gradtrace.capture.adapters import zero12_offload as offload
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, shards_of
+from gradtrace.capture.adapters.declare import (
+    Adapter,
+    Call,
+    Model,
+    Probe,
+    Refusal,
+    coarsest_wire,
+    shards_of,
+)
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -167,9 +175,7 @@ def _effective(model: Model) -> Mapping[str, Any]:
         "zero_stage": 2 if optimizer.partition_gradients else 1,
         "model_dtype": optimizer.dtype,
         "grad_accum_dtype": optimizer.gradient_accumulation_dtype,
-        "communication_dtype": max(
-            collectives.wires(model), key=lambda wire: float(torch.finfo(wire).eps)
-        ),
+        "communication_dtype": coarsest_wire(model),
         "gradient_average": collectives.averages(model),
         "gradient_predivide_factor": float(optimizer.gradient_predivide_factor),
         "postscale_gradients": bool(optimizer.postscale_gradients),

@@ -24,12 +24,6 @@ def averages(model: Model) -> bool:
     return bool(getattr(model.optimizer, "gradient_average", True))
 
 
-def wires(model: Model) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that gradients are reduced in: one bucket each (several under autocast)."""
-    buckets = getattr(model.optimizer, "ipg_buckets", None)
-    return tuple(buckets) if buckets else (model.optimizer.communication_data_type,)
-
-
 def reduction_stream(model: Model) -> Any:
     """Return the stream that reductions run on; it exists, unused, without ``overlap_comm`` too."""
     return model.optimizer.reduction_stream if model.optimizer.overlap_comm else None

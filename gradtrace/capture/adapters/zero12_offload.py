@@ -12,11 +12,8 @@ async_accumulate_grad_in_cpu_via_gpu (1809), async_inplace_copy_grad_to_fp32_buf
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
-
-from gradtrace.capture.adapters.declare import Call, Model, optimizer_boundary
+from gradtrace.capture.adapters.declare import Call, Model, optimizer_boundary, settled
 from gradtrace.capture.adapters.zero12_layout import compact, own_range
 from gradtrace.capture.snapshot import Piece, Sighting
 
@@ -57,7 +54,7 @@ def host_accumulated(model: Model, call: Call) -> Iterable[Sighting]:
         # With low-precision master gradients it is the own range alone.
         at = start if buffer.numel() == param.numel() else 0
         piece = Piece(index, start, at, numel)
-        yield Sighting(model.names[index], ((_settled(buffer, param), (piece,)),))
+        yield Sighting(model.names[index], ((settled(buffer, param.device), (piece,)),))
 
 
 def host_master(model: Model, call: Call) -> Iterable[Sighting]:
@@ -71,15 +68,4 @@ def host_master(model: Model, call: Call) -> Iterable[Sighting]:
         gradient = model.optimizer.single_partition_of_fp32_groups[group].grad
         stretch = gradient.view(-1).narrow(0, into, numel)
         piece = Piece(index, start, 0, numel)
-        yield Sighting(model.names[index], ((_settled(stretch, param), (piece,)),))
-
-
-def _settled(host: torch.Tensor, param: Any) -> torch.Tensor:
-    """Return a host buffer whose last copy from the device is certain to be in it.
-
-    A copy into pageable memory is complete when the call returns. One into pinned memory is still
-    under way on the current stream, so the buffer is read back on that stream: no host waits.
-    """
-    if not host.is_pinned():
-        return host
-    return host.to(param.device, non_blocking=True)
+        yield Sighting(model.names[index], ((settled(stretch, param.device), (piece,)),))

@@ -22,7 +22,9 @@ from gradtrace.capture.adapters.declare import (
     Model,
     Probe,
     Refusal,
+    coarsest_wire,
     fill_padding,
+    settled,
     shards_of,
 )
 from gradtrace.capture.snapshot import Piece, Sighting, whole
@@ -129,20 +131,10 @@ def _accumulated(model: Model, call: Call) -> Iterable[Sighting]:
     ):
         start, numel = _own(model, param)
         if numel > 0:
-            buffer = _settled(buffers[param.ds_id], part.device)
+            buffer = settled(buffers[param.ds_id], part.device)
             parts.append((buffer, (Piece(model.of(param), start, 0, numel),)))
     if parts:
         yield Sighting("shards", tuple(parts))
-
-
-def _settled(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return an accumulation buffer whose last copy from the device is certain to be in it.
-
-    Into pinned host memory that copy (0.19.8 stage3.py:2033) is still under way on the current
-    stream, so it is read back on that stream: no host waits. One into pageable memory is done when the
-    call returns.
-    """
-    return buffer.to(device, non_blocking=True) if buffer.is_pinned() else buffer
 
 
 def _given(model: Model, call: Call) -> Iterable[Sighting]:
@@ -172,20 +164,13 @@ def _weights(model: Model) -> list[Sighting] | None:
     return found
 
 
-def _wires(model: Model) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that gradients are reduced in, one bucket each."""
-    buckets = getattr(model.optimizer, "ipg_buckets", None)
-    return tuple(buckets) if buckets else (model.optimizer.communication_data_type,)
-
-
 def _effective(model: Model) -> Mapping[str, Any]:
     optimizer = model.optimizer
     return {
         "zero_stage": 3,
         "model_dtype": optimizer.dtype,
         "grad_accum_dtype": optimizer.gradient_accumulation_dtype,
-        # Under torch_autocast there is a bucket for each dtype: the coarsest speaks for them.
-        "communication_dtype": max(_wires(model), key=lambda wire: float(torch.finfo(wire).eps)),
+        "communication_dtype": coarsest_wire(model),
         "gradient_average": True,
         "gradient_predivide_factor": float(optimizer.gradient_predivide_factor),
         "postscale_gradients": bool(optimizer.postscale_gradients),

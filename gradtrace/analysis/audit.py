@@ -24,6 +24,7 @@ from gradtrace.analysis.laws import (
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
+from gradtrace.analysis.reported import reported, reported_notes
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding
 from gradtrace.trace.points import POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
@@ -98,13 +99,15 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 law(scene, parameter.index)
         together.check_collectives(scene)
         hidden.update(_drop_consequences(scene, seen))
+    reports = reported(alignment.trace) if steps is None else ()
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
         first=findings[0] if findings else None,
         findings=tuple(findings),
         laws=ledger.counts(),
-        notes=tuple(_notes(alignment, chosen, ledger, hidden, stray)),
+        notes=(*_notes(alignment, chosen, ledger, hidden, stray), *reported_notes(reports)),
+        reported=reports,
         lost=any(counter for counter in ledger.lost.values()),
     )
 

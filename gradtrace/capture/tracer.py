@@ -112,6 +112,7 @@ class Tracer:
         self._partial = subject.adapter.window_open(subject.model)
         self._bypassed_in: int | None = None
         self._carried: dict[int, bool] = {}
+        self._reported: tuple[Any, ...] = ()
         self._weighed: int | None = None  # the step whose weights are recorded
         self._accumulates = "local_accum" in options.points and "local_accum" not in subject.absent
         run_id = agreement.agree_on_run(
@@ -163,6 +164,37 @@ class Tracer:
     def traces(self, engine: Any) -> bool:
         """Say whether this is the tracer of an engine."""
         return self._model.engine is engine
+
+    def report(
+        self,
+        source: str,
+        *,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+        lr: float | None = None,
+        steps: int = 1,
+        framework_step: int | None = None,
+    ) -> None:
+        """Record what a framework tells its user of the step that ended last, to be compared.
+
+        Reports of steps that are not recorded are left out.
+
+        Args:
+            source: who reports, such as ``transformers.Trainer``.
+            loss: averaged over ranks and ``steps``, summed over micro-steps as they are weighted.
+            grad_norm: global norm of the gradient before clipping.
+            lr: learning rate of the first group.
+            steps: over how many steps the loss is averaged.
+            framework_step: the step as the framework counts.
+        """
+        told = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        values = {name: float(value) for name, value in told.items() if value is not None}
+        report = (self.step, source, values, steps)
+        if report == self._reported:  # a second callback in one Trainer
+            return
+        self._reported = report
+        if values and not self._closed and self._queue is not None:
+            self._recorder.report(values, steps=steps, source=source, framework_step=framework_step)
 
     @property
     def step(self) -> int:

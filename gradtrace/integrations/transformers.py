@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, trainer
 
 from gradtrace.capture.adapters.select import engine_of
 from gradtrace.capture.options import OUT_VARIABLE, choose_options
@@ -15,9 +15,54 @@ from gradtrace.capture.tracer import Tracer, tracer_of, wrap
 from gradtrace.errors import BadOptionError, NotAnEngineError
 
 SOURCE: Final = "transformers.Trainer"
+_NAMES: Final = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
-class GradtraceCallback(TrainerCallback):  # type: ignore[misc]
+class ReportCallback(TrainerCallback):  # type: ignore[misc]
+    """Hand what a Trainer reports to the tracer of its engine, where there is one.
+
+    The Trainer logs after the optimizer's step, on every rank and with numbers that it averaged over the
+    ranks itself: nothing is communicated for it.
+    """
+
+    def __init__(self) -> None:
+        self._tracer: Tracer | None = None
+        self._logged = 0  # the Trainer's step that it reported last
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Find the tracer of the engine that holds the model."""
+        self._tracer = tracer_of(engine_of(model))
+        self._logged = state.global_step
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record the Trainer's loss, gradient norm and learning rate.
+
+        Its loss is averaged over the steps since the last one that it logged; what a script logs by
+        itself, without a loss, is of the step alone.
+        """
+        told = {
+            ours: float(logs[theirs])
+            for theirs, ours in _NAMES.items()
+            if logs is not None and isinstance(logs.get(theirs), (int, float))
+        }
+        if self._tracer is None or not told:
+            return
+        steps = state.global_step - self._logged
+        if "loss" in told:
+            self._logged = state.global_step
+        self._tracer.report(SOURCE, **told, steps=max(1, steps), framework_step=state.global_step)
+
+
+class GradtraceCallback(ReportCallback):
     """Trace a training from its first step to its last.
 
     ``Trainer(..., callbacks=[GradtraceCallback("traces/zero2", steps="0:20")])``. The engine is wrapped
@@ -57,7 +102,7 @@ class GradtraceCallback(TrainerCallback):  # type: ignore[misc]
             "on_error": on_error,
         }
         choose_options(self._options)
-        self._tracer: Tracer | None = None
+        super().__init__()
         self._own = False  # whether this callback opened the tracer
         self._trainings = 0
 
@@ -72,11 +117,13 @@ class GradtraceCallback(TrainerCallback):  # type: ignore[misc]
             GradtraceError: the engine cannot be traced (see `gradtrace.wrap`).
         """
         self._close("left by an exception")  # which Trainer tells no callback of
-        engine = _engine_of(model)
-        self._tracer = tracer_of(engine)
-        self._own = self._tracer is None
+        engine = engine_of(model)
+        if engine is None:
+            _refuse(model)
+        self._own = tracer_of(engine) is None
         if self._own:
-            self._tracer = wrap(engine, self._next_directory(), **self._options)
+            wrap(engine, self._next_directory(), **self._options)
+        super().on_train_begin(args, state, control, model, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seal the trace and restore the engine."""
@@ -102,14 +149,26 @@ class GradtraceCallback(TrainerCallback):  # type: ignore[misc]
         return path if number == 0 else path.with_name(f"{path.name}-train{number}")
 
 
-def _engine_of(model: Any) -> Any:
-    # No event hands the Trainer to its callbacks, nor the engine: only the model inside it.
-    engine = None if model is None else engine_of(model)
-    if engine is None:
-        raise NotAnEngineError(
-            f"no DeepSpeed engine that holds the Trainer's {type(model).__name__}",
-            where="GradtraceCallback, as the training begins",
-            expected="a Trainer that trains with DeepSpeed",
-            remedy="Give it a ds_config (TrainingArguments(deepspeed=...)), or take the callback out.",
-        )
-    return engine
+def _refuse(model: Any) -> NoReturn:
+    raise NotAnEngineError(
+        f"no DeepSpeed engine that holds the Trainer's {type(model).__name__}",
+        where="GradtraceCallback, as the training begins",
+        expected="a Trainer that trains with DeepSpeed",
+        remedy="Give it a ds_config (TrainingArguments(deepspeed=...)), or take the callback out.",
+    )
+
+
+def report_from_trainers() -> Callable[[], None]:
+    """Give every Trainer that is made from now on a `ReportCallback`.
+
+    Returns:
+        A function that takes it back.
+    """
+    defaults = trainer.DEFAULT_CALLBACKS
+    defaults.append(ReportCallback)
+
+    def restore() -> None:
+        if ReportCallback in defaults:
+            defaults.remove(ReportCallback)
+
+    return restore

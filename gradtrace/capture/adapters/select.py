@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import inspect
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -370,13 +371,16 @@ def trains(engine: Any) -> bool:
     return getattr(engine, "basic_optimizer", engine.optimizer) is not None
 
 
-def engine_of(module: torch.nn.Module) -> Any | None:
+def engine_of(module: torch.nn.Module | None) -> Any | None:
     """Return the training engine of DeepSpeed's that holds a module, or ``None``.
 
     For frameworks that make the engine out of sight: it is looked for among all living objects.
     """
+    if module is None or "deepspeed" not in sys.modules:
+        return None
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    # No event of Trainer's hands the engine, or the Trainer, to a callback: only the model inside it.
     for held in gc.get_objects():
         # type(), not isinstance(): that asks the object, and proxies answer with work of their own.
         if issubclass(type(held), DeepSpeedEngine) and held.module is module and trains(held):

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "audit": "Check the laws of ZeRO's gradient path on one trace.",
     "show": "Show one record: statistics, values, where it came from.",
     "verify": "Check the integrity of every file of a trace.",
+    "merge": "Make one trace of the directories that several hosts wrote.",
 }
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count

@@ -12,12 +12,13 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import runpy
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from gradtrace.capture.options import OUT_VARIABLE, choose_options
@@ -138,61 +139,33 @@ def _execute(launch: Launch) -> None:
     Nothing of it is undone: threads, pickles and exit handlers of the script outlive its last line.
     """
     main = ModuleType("__main__")
-    if launch.module:
-        spec, code = _module_code(launch.script)
-        path, path0 = spec.origin or launch.script, os.getcwd()
-        vars(main).update(
-            __spec__=spec, __package__=spec.parent, __loader__=spec.loader, __cached__=spec.cached
-        )
-        sys.argv = [path, *launch.args]
-    else:
-        path = os.path.abspath(launch.script)
-        path0 = os.path.dirname(os.path.realpath(path))
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        vars(main).update(__loader__=loader, __cached__=None)
-        sys.argv = [launch.script, *launch.args]
-        code = None
-    vars(main).update(__file__=path, __builtins__=sys.modules["builtins"])
-    if not sys.flags.safe_path:  # python -P puts nothing there
-        sys.path[0] = path0
-    vars(main)["__annotations__"] = {}
+    vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
     _before.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
-    if code is None:
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+    if launch.module:
+        _set_path(os.getcwd())
+        sys.argv = ["-m", *launch.args]
+        # What the interpreter itself calls for -m; runpy.run_module leaves another __main__ behind.
+        run_as_main: Callable[[str], object] = vars(runpy)["_run_module_as_main"]
+        run_as_main(launch.script)
+        return
+    path = os.path.join(os.getcwd(), launch.script)  # as the interpreter: not normalised
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+    _set_path(os.path.dirname(os.path.realpath(path)))
+    sys.argv = [launch.script, *launch.args]
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(main))
 
 
 _before: list[ModuleType] = []  # gradtrace's own __main__, which is still running
 
 
-def _module_code(name: str) -> tuple[importlib.machinery.ModuleSpec, CodeType]:
-    """Find what ``python -m NAME`` would run.
-
-    Raises:
-        BadOptionError: there is no such module, or it cannot be run.
-    """
-    if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module's package is there, but something that it imports is not
-        spec = None
-    if spec is not None and spec.submodule_search_locations is not None:
-        return _module_code(f"{name}.__main__")
-    loader: Any = None if spec is None else spec.loader
-    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
-    if spec is None or code is None:
-        raise BadOptionError(
-            f"no module {name}" if spec is None else f"no Python code in module {name}",
-            where="gradtrace run -m",
-            expected="a module that 'python -m' can run from here",
-            remedy="Correct its name, or the directory that the command is run in.",
-        )
-    return spec, code
+def _set_path(first: str) -> None:
+    """Put the script's place, or the current one, where modules are looked for first."""
+    if not sys.flags.safe_path:  # python -P puts nothing there
+        sys.path[0] = first
 
 
 def _hide_own_frames() -> None:

@@ -26,6 +26,7 @@ from gradtrace.report.page import (
 from gradtrace.report.page_audit import notes
 from gradtrace.report.page_digest import TABLED, batch_table, digest_table
 from gradtrace.report.page_reported import reported_section
+from gradtrace.trace.merge import MergeResult
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.schema import decode_float
 
@@ -386,6 +387,27 @@ def verify_page(result: VerifyResult) -> Page:
                 ),
             ),
             section("Shards", _files(result)),
+            notes(result.notes),
+        ),
+    )
+
+
+def merge_page(result: MergeResult) -> Page:
+    """Lay out what was brought together."""
+    came: dict[str, list[str]] = {}
+    for rank, place in result.ranks.items():
+        came.setdefault(place, []).append(str(rank))
+    copied = result.files - result.linked
+    return Page(
+        title=f"merge {result.path}",
+        verdict=f"{result.path} holds {words.plural(len(result.ranks), 'rank')}",
+        tone="good",
+        lead=f"{words.plural(result.files, 'file')}: {result.linked} linked, {copied} copied.",
+        sections=sections(
+            section(
+                "Ranks",
+                facts(*((place, words.listing(ranks, 12)) for place, ranks in came.items())),
+            ),
             notes(result.notes),
         ),
     )

@@ -131,7 +131,7 @@ def open_trace(path: str | Path) -> Trace:
                 f"no {schema.HEADER} for rank {rank}",
                 where=str(directory),
                 expected=f"the files of {len(manifest.ranks)} ranks (run of {manifest.world_size})",
-                remedy="Copy that rank's directory from the host that wrote it.",
+                remedy="Bring the hosts' directories together: gradtrace merge OUT DIR...",
             )
         ranks[rank] = _read_rank(directory, rank, manifest, notes)
     return Trace(root, manifest, ranks, _complete_steps(ranks, notes), tuple(notes), {})

@@ -273,7 +273,12 @@ def test_wrong_counting_is_noticed(tmp_path: Path) -> None:
     run_ranks(1, _count, tmp_path / "out", tmp_path / "trace")
     result = gradtrace.audit(tmp_path / "trace")
     assert "counted 2 steps, and the optimizer made 1" in " ".join(result.notes)
-    assert [entry.quantities["loss"].agrees for entry in result.reported] == [True, None, None, None]
+    assert [entry.quantities["loss"].agrees for entry in result.reported] == [
+        True,
+        None,
+        None,
+        None,
+    ]
 
 
 class _Skipping(transformers.TrainerCallback):  # type: ignore[misc]

@@ -26,6 +26,7 @@ from gradtrace.capture.queue import WriterQueue
 from gradtrace.capture.recorder import Recorder
 from gradtrace.capture.snapshot import Sighting, whole
 from gradtrace.errors import AlreadyWrappedError
+from gradtrace.trace.schema import MANIFEST, rank_dir
 
 _open: list[Tracer] = []
 
@@ -103,6 +104,7 @@ class Tracer:
         self.path = Path(out_dir)
         self.rank = torch.distributed.get_rank()
         self._options = options
+        self._planned = options.ranks or frozenset(range(torch.distributed.get_world_size()))
         self._subject = subject
         self._model = subject.model
         self._pid = os.getpid()
@@ -195,6 +197,12 @@ class Tracer:
         self._reported = report
         if values and not self._closed and self._queue is not None:
             self._recorder.report(values, steps=steps, source=source, framework_step=framework_step)
+
+    def whole(self) -> bool:
+        """Say whether the directories of all planned ranks are here, as on a shared file system."""
+        return (self.path / MANIFEST).is_file() and all(
+            (self.path / rank_dir(rank)).is_dir() for rank in self._planned
+        )
 
     @property
     def step(self) -> int:

@@ -23,7 +23,6 @@ from typing import Any
 
 from gradtrace.capture.options import OUT_VARIABLE, choose_options
 from gradtrace.errors import BadOptionError, GradtraceError
-from gradtrace.trace.schema import MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +189,13 @@ def _say(launch: Launch, tracers: Sequence[Any], reason: str) -> None:
     if not tracers and reason == "closed" and os.environ.get("RANK", "0") == "0":
         _print(f"{launch.script} trained no DeepSpeed engine; {launch.out_dir} was not written")
     for tracer in tracers:
-        if tracer.rank == 0:
+        first = tracer.rank == 0
+        if first and tracer.whole():
             _print(
                 f"{tracer.path} holds the trace, up to step {tracer.step}; "
                 f"try: gradtrace audit {tracer.path}"
             )
-        elif os.environ.get("LOCAL_RANK") == "0" and not (tracer.path / MANIFEST).exists():
+        elif first or (os.environ.get("LOCAL_RANK") == "0" and not tracer.whole()):
             _print(
                 f"{tracer.path} on {socket.gethostname()} holds this host's part of the trace; "
                 "gradtrace merge brings the hosts' directories together"

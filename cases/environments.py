@@ -1,4 +1,4 @@
-"""Build what a case needs beside this checkout: other releases of DeepSpeed and of Hugging Face's packages.
+"""Build what a case needs beside this checkout: other releases of DeepSpeed and of Hugging Face's.
 
 A release of DeepSpeed lies in a directory of its own, which ``PYTHONPATH`` names before all else. Hugging
 Face's packages of one time have an environment of their own; another release of one of them alone lies in
@@ -22,9 +22,9 @@ from tests.real.releases import install
 ROOT: Final = install.ROOT
 # What DeepSpeed and gradtrace import, beside torch.
 _NEEDED: Final = (
-    "numpy hjson msgpack ninja packaging psutil py-cpuinfo pydantic tqdm einops setuptools "
-    "safetensors xxhash rich click jinja2"
-).split()
+    *("numpy", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic"),
+    *("tqdm", "einops", "setuptools", "safetensors", "xxhash", "rich", "click", "jinja2"),
+)
 
 
 def environment(directory: Path, name: str, pins: Mapping[str, str]) -> Path:

@@ -45,6 +45,7 @@ class Run:
 
     @property
     def title(self) -> str:
+        """Return the run in words."""
         swapped = "" if self.swapped is None else f", {self.swapped[0]} {self.swapped[1]}"
         cut = f"{self.batch} x {self.accumulation}"
         return f"ZeRO-{self.stage}, {cut}, deepspeed {self.deepspeed}{swapped}"
@@ -59,6 +60,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
+        """Return what audit says, in one line."""
         first = self.audit.first
         if first is None:
             return self.audit.verdict
@@ -99,8 +101,7 @@ def replay(run: Run, directory: Path, trace: Path) -> Outcome:
         environments.gradtrace_run(python, trace, SCRIPT, *map(str, words)),
         env=environments.variables(release, *before, port=environments.free_port()),
         cwd=trace.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )

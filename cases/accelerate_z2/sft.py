@@ -31,6 +31,7 @@ rng = random.Random(0)
 
 
 def words(least, most):
+    """Return a sentence of random words."""
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(least, most)))
 
 

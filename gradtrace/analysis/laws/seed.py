@@ -84,7 +84,9 @@ def _judge(scene: Scene, rank: int, record: Record) -> tuple[str, str, float, fl
         if not abs(seed - asked) <= tolerance * abs(asked):
             cause, words = _cause(seed / asked, gas, scale, divided)
             detail = f"The gradient at the loss is {seed:.6g}@; {words}."
-            apart = dict.fromkeys(f"{s:.6g}" for s in seeds if abs(s - seed) > tolerance * abs(seed))
+            apart = dict.fromkeys(
+                f"{s:.6g}" for s in seeds if abs(s - seed) > tolerance * abs(seed)
+            )
             if apart:
                 detail += f" Through other outputs of the model it is {', '.join(apart)}."
             return cause, detail, asked, seed

@@ -30,16 +30,6 @@ ELEMENTS = sum(math.prod(shape) for _, shape in PARAMETERS)
 Cli = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*argv: object) -> tuple[int, str, str]:
-        status = main.run([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
-
-
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("originals")

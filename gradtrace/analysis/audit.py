@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from gradtrace.analysis.agree import across_ranks, agreed, folded
+from gradtrace.analysis.agree import across_ranks, agreed, folded, said_too
 from gradtrace.analysis.align import Alignment
 from gradtrace.analysis.laws import (
     accumulate,
@@ -80,6 +80,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         chosen = tuple(step for step in chosen if step in wanted)
     ledger = Ledger()
     hidden: Counter[str] = Counter()
+    windows: list[str | None] = []
     for step in chosen:
         scene = Scene(alignment, step, ledger)
         seen = len(ledger.found)
@@ -98,13 +99,17 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 law(scene, parameter.index)
         together.check_collectives(scene)
         hidden.update(_drop_consequences(scene, seen))
+        windows.append(seed.short_window(scene))
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
         first=findings[0] if findings else None,
         findings=tuple(findings),
         laws=ledger.counts(),
-        notes=tuple(_notes(alignment, chosen, ledger, hidden, stray)),
+        notes=(
+            *_notes(alignment, chosen, ledger, hidden, stray),
+            *(note for note in windows if note is not None),
+        ),
         lost=any(counter for counter in ledger.lost.values()),
     )
 
@@ -128,11 +133,12 @@ def _verdict(
 def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     """Take out of a step's findings those that an earlier broken hop explains.
 
-    Every hop is judged by its own recorded inputs, so a fault breaks one law. Five exceptions: the
+    Every hop is judged by its own recorded inputs, so a fault breaks one law. Six exceptions: the
     end-to-end law contains all others; where the ranks' buckets hold different parameters, the sum of
     neither is what it should be; what differs between ranks came from a hop that broke on one; a norm
-    was taken of something else where ``master`` is broken; and a rank that takes another micro-step
-    for the last one starts its accumulation anew after it.
+    was taken of something else where ``master`` is broken; a rank that takes another micro-step
+    for the last one starts its accumulation anew after it; and what the bucket lacks may have been
+    added after the collective.
     """
     ledger = scene.ledger
     fresh = ledger.found[seen:]
@@ -147,6 +153,7 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     hops.update(param for _, param in mixed)
     judged = {e.finding.param for e in fresh if e.finding.law not in {"seed", "replicate"}}
     boundaries = [e.finding for e in fresh if e.finding.cause == "boundary_mismatch"]
+    late = _added_late(fresh)
     kept: list[Found] = []
     dropped: Counter[str] = Counter()
     for entry in fresh:
@@ -162,13 +169,32 @@ def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
         follows |= (
             entry.finding.law == "reduce" and (entry.finding.micro_step, entry.param) in mixed
         )
+        follows |= entry.param in late and entry.finding.law == "master"
         follows |= _after_boundary(entry.finding, boundaries)
         if follows:
             dropped[entry.finding.law] += 1
+        elif entry.finding.law == "pack" and entry.param in late:
+            kept.append(said_too(entry, late[entry.param]))
         else:
             kept.append(entry)
     ledger.found[seen:] = kept
     return dropped
+
+
+def _added_late(fresh: Sequence[Found]) -> dict[int | None, str]:
+    """Return the parameters whose bucket lacks what the optimizer is given all the same, unreduced.
+
+    That is one fault, an addition after the collective: the bucket shows it first. The words for it
+    go with them.
+    """
+    lacking = {entry.param for entry in fresh if entry.finding.law == "pack"}
+    return {
+        entry.param: next(c.detail for c in entry.also if c.cause == "not_reduced")
+        for entry in fresh
+        if entry.finding.law == "master"
+        and entry.param in lacking
+        and any(candidate.cause == "not_reduced" for candidate in entry.also)
+    }
 
 
 def _after_boundary(finding: Finding, boundaries: Sequence[Finding]) -> bool:
@@ -184,13 +210,13 @@ def _after_boundary(finding: Finding, boundaries: Sequence[Finding]) -> bool:
     )
 
 
-def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:
-    def key(entry: Found) -> tuple[int, int, int, int, str]:
+def _key(alignment: Alignment) -> Callable[[Found], tuple[bool, int, int, int, int, str]]:
+    def key(entry: Found) -> tuple[bool, int, int, int, int, str]:
         finding = entry.finding
         order = -1 if entry.param is None else alignment.backward_order(entry.param)
-        if entry.param is None and finding.law == "unscale_clip":
-            order = _LAST  # a wrong report of the norm matters less than wrong gradients
         return (
+            # A wrong report of the norm matters less than wrong gradients, of later steps too.
+            entry.param is None and finding.law == "unscale_clip",
             finding.step,
             moment(finding.point, finding.micro_step),
             LAWS.index(finding.law),

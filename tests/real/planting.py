@@ -336,7 +336,7 @@ def _wrong(one: Draw, struck: dict[tuple[int, str], float], result: AuditResult)
     if fault.law == "seed" or fault.kind == "boundary_mismatch":
         may = must = set()
     if fault.kind == "order_mismatch":
-        must = {first.param} if first.param in may else may  # either of the two that meet
+        must = may  # both that meet
     if not must <= named <= may:
         yield f"parameters {sorted(named)} of {sorted(must)}"
     named_rank = first.rank if first.guilty is None else first.guilty

@@ -68,7 +68,7 @@ def _case(slug: str, rows: Iterable[dict[str, Any]]) -> Iterable[str]:
     for row in mine:
         lines = ([row["line"]] if row["line"] else []) + row["notes"]
         if lines:
-            said.setdefault(row["run"], f"{row['release']}: {' '.join(lines)}")
+            said.setdefault(row["run"], f"{row['release']}: {'; '.join(lines)}")
     for run, words in said.items():
         yield f"> {run}, {words}"
 

@@ -5,7 +5,7 @@ from tests.replay.case import NEWEST, Case, Compared, Run
 RELEASES = ("0.17.5", "0.18.3", "0.19.2", NEWEST)
 
 CASE = Case(
-    "no report was found; the accessor's own answer stands beside the right one in every run",
+    "no report was found",
     (
         Run("on", right=RELEASES, told=False),
         Run("off", right=RELEASES, told=True, settings={"round_robin": False}),

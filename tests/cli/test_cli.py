@@ -107,8 +107,10 @@ def test_diff_json_is_section_7(cli: Cli, originals: Path) -> None:
 def test_audit_json_is_section_7(cli: Cli, originals: Path) -> None:
     _, out, _ = cli("audit", originals / "bad", "--json")
     body = document(out)
-    assert list(body) == ["format", "version", "verdict", "first", "laws", "notes"]
+    section_7 = ["format", "version", "verdict", "first", "laws", "notes"]
+    assert list(body) == [*section_7, "findings", "path"]
     assert body["first"]["law"] == "accumulate"
+    assert body["first"].items() <= body["findings"][0].items()
     assert body == gradtrace.audit(originals / "bad").to_dict()
 
 

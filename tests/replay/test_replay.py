@@ -26,6 +26,8 @@ from tests.replay.case import NEWEST, Compared, Run
 from tests.replay.cases import CASES, SLUGS
 from tests.replay.runner import Ran
 
+# The first test waits for all that runs on its release.
+pytestmark = pytest.mark.timeout(1200)
 VARIABLE = "GRADTRACE_RELEASES"
 WHERE = Path(os.environ[VARIABLE]).resolve() if os.environ.get(VARIABLE) else None
 JOBS = 2

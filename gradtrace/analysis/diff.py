@@ -27,6 +27,7 @@ from gradtrace.analysis.compare import (
 )
 from gradtrace.analysis.gate import Gate, compare_runs, some
 from gradtrace.analysis.origins import compare_origins
+from gradtrace.analysis.precision import lost_precision
 from gradtrace.analysis.results import (
     AuditResult,
     Blame,
@@ -148,6 +149,9 @@ def _compare_step(walk: Walk, gate: Gate, sides: tuple[Side, Side], number_: int
     walk.counts.update(tally.counts)
     walk.widest = max(walk.widest, (tally.widest[0], f"{tally.widest[1]}, step {number_}"))
     walk.growth.append(growth_of(step))
+    lost = None if walk.drifted else lost_precision(step)
+    if lost is not None:
+        walk.note(lost)
     if tally.outcomes:
         walk.first = min(tally.outcomes, key=lambda outcome: outcome.sort_key)
         walk.story = _story(step, walk.first.divergence, stories, report)

@@ -25,6 +25,7 @@ from gradtrace.analysis.laws import (
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
+from gradtrace.analysis.reported import reported, reported_notes
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding, Hop
 from gradtrace.trace.points import POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
@@ -101,6 +102,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         together.check_collectives(scene)
         hidden.update(drop_consequences(scene, seen))
         windows.append(seed.short_window(scene))
+    reports = reported(alignment.trace) if steps is None else ()
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
@@ -110,7 +112,9 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         notes=(
             *_notes(alignment, chosen, ledger, hidden, stray),
             *(note for note in windows if note is not None),
+            *reported_notes(reports),
         ),
+        reported=reports,
         lost=any(counter for counter in ledger.lost.values()),
         path=_path(alignment, findings[0]) if findings else (),
     )

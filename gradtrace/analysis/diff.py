@@ -28,6 +28,7 @@ from gradtrace.analysis.compare import (
 from gradtrace.analysis.gate import Gate, compare_runs, some
 from gradtrace.analysis.origins import compare_origins
 from gradtrace.analysis.precision import lost_precision
+from gradtrace.analysis.reported import pair_notes, paired_reports
 from gradtrace.analysis.results import (
     AuditResult,
     Blame,
@@ -58,6 +59,13 @@ def diff(baseline: str | Path | Trace, candidate: str | Path | Trace) -> DiffRes
         Alignment(trace if isinstance(trace, Trace) else open_trace(trace))
         for trace in (baseline, candidate)
     ]
+    pairs = paired_reports(opened[0].trace, opened[1].trace)
+    result = _diff(opened)
+    notes = (*result.notes, *pair_notes(pairs))
+    return replace(result, reported=pairs, notes=notes)
+
+
+def _diff(opened: Sequence[Alignment]) -> DiffResult:
     gate = compare_runs(*opened)
     common = sorted(set(opened[0].steps) & set(opened[1].steps))
     problem = gate.problem

@@ -9,6 +9,7 @@ from typing import Final
 
 from gradtrace.analysis.agree import across_ranks, agreed, folded
 from gradtrace.analysis.align import Alignment
+from gradtrace.analysis.consequences import drop_consequences
 from gradtrace.analysis.laws import (
     accumulate,
     accumulate_local,
@@ -24,7 +25,7 @@ from gradtrace.analysis.laws import (
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
-from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding
+from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding, Hop
 from gradtrace.trace.points import POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Gap
@@ -97,7 +98,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
             for law in PARAMETER_LAWS:
                 law(scene, parameter.index)
         together.check_collectives(scene)
-        hidden.update(_drop_consequences(scene, seen))
+        hidden.update(drop_consequences(scene, seen))
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
@@ -106,7 +107,25 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         laws=ledger.counts(),
         notes=tuple(_notes(alignment, chosen, ledger, hidden, stray)),
         lost=any(counter for counter in ledger.lost.values()),
+        path=_path(alignment, findings[0]) if findings else (),
     )
+
+
+def _path(alignment: Alignment, first: Finding) -> tuple[Hop, ...]:
+    """Judge the hops of the first finding's parameter alone, through the step of the finding."""
+    param = next((p.index for p in alignment.parameters if p.name == first.param), None)
+    if param is None:
+        return ()
+    ledger = Ledger()
+    scene = Scene(alignment, first.step, ledger)
+    for law in PARAMETER_LAWS:
+        law(scene, param)
+    hops = []
+    for name, count in ledger.counts().items():
+        if count.checked or count.skipped:
+            reason = None if count.checked else next(iter(count.skip_reasons))
+            hops.append(Hop(name, count.checked, count.broken, count.skipped, reason))
+    return tuple(hops)
 
 
 def _verdict(
@@ -123,65 +142,6 @@ def _verdict(
     if lost or gaps or not steps or not any(ledger.checked[law] for law in HOPS):
         return "inconclusive"
     return "pass"
-
-
-def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
-    """Take out of a step's findings those that an earlier broken hop explains.
-
-    Every hop is judged by its own recorded inputs, so a fault breaks one law. Five exceptions: the
-    end-to-end law contains all others; where the ranks' buckets hold different parameters, the sum of
-    neither is what it should be; what differs between ranks came from a hop that broke on one; a norm
-    was taken of something else where ``master`` is broken; and a rank that takes another micro-step
-    for the last one starts its accumulation anew after it.
-    """
-    ledger = scene.ledger
-    fresh = ledger.found[seen:]
-    mixed: set[tuple[int | None, int | None]] = set()
-    if any(entry.finding.cause == "order_mismatch" for entry in fresh):
-        mixed.update(replicate.mismatched(scene))
-    hops: set[int | None] = {
-        entry.param
-        for entry in fresh
-        if entry.finding.law not in {"unscale_clip", "end_to_end", "seed", "replicate"}
-    }
-    hops.update(param for _, param in mixed)
-    judged = {e.finding.param for e in fresh if e.finding.law not in {"seed", "replicate"}}
-    boundaries = [e.finding for e in fresh if e.finding.cause == "boundary_mismatch"]
-    kept: list[Found] = []
-    dropped: Counter[str] = Counter()
-    for entry in fresh:
-        follows = entry.finding.law == "end_to_end" and entry.param in hops
-        follows |= (
-            entry.finding.law == "replicate" and entry.numel > 0 and entry.finding.param in judged
-        )
-        follows |= (
-            entry.finding.law == "unscale_clip"
-            and entry.param is None
-            and any(other.finding.law == "master" for other in fresh)
-        )
-        follows |= (
-            entry.finding.law == "reduce" and (entry.finding.micro_step, entry.param) in mixed
-        )
-        follows |= _after_boundary(entry.finding, boundaries)
-        if follows:
-            dropped[entry.finding.law] += 1
-        else:
-            kept.append(entry)
-    ledger.found[seen:] = kept
-    return dropped
-
-
-def _after_boundary(finding: Finding, boundaries: Sequence[Finding]) -> bool:
-    """Say whether micro-steps are lost because a rank had taken an earlier one for the last."""
-    if finding.cause != "dropped_micro_steps":
-        return False
-    micro_step = _LAST if finding.micro_step is None else finding.micro_step
-    return any(
-        claim.micro_step is not None
-        and claim.micro_step < micro_step
-        and claim.rank in (None, finding.rank)
-        for claim in boundaries
-    )
 
 
 def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:

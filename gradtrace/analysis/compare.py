@@ -21,6 +21,7 @@ import numpy as np
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, relative_l2
 from gradtrace.analysis.gate import Pair
+from gradtrace.analysis.growth import Distance, divisors
 from gradtrace.analysis.judging import Sample, sample
 from gradtrace.analysis.origins import Origins
 from gradtrace.analysis.regroup import MOST_TERMS, Regroup
@@ -63,7 +64,7 @@ class Tally:
         outcomes: what rounding does not explain.
         samples: what has no bound, to be judged over all parameters.
         lost: what gaps made incomparable, in words, without the step.
-        masters: squared norms of master_grad: baseline, candidate, difference.
+        masters: how far apart the averaged gradients are, divided by the seeds.
         widest: the largest relative L2 difference that rounding explains, and a phrase that says where.
         sums: (point, micro_step) of an accumulation -> squared norms of difference and baseline.
         regroup: which weights of one run's micro-steps give the other's gradient, where it is asked.
@@ -73,7 +74,7 @@ class Tally:
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lost: dict[str, None] = field(default_factory=dict)
-    masters: list[tuple[float, float, float]] = field(default_factory=list)
+    masters: Distance = field(default_factory=Distance)
     widest: tuple[float, str] = (0.0, "")
     sums: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     regroup: Regroup | None = None
@@ -318,14 +319,8 @@ def _compare_master(step: Step, pair: Pair, mine: Locals, theirs: Locals) -> Non
         step.tally.counts["rounding"] -= 1
         _sample_means(step, pair, (one, two), (expected[0], expected[1]), seeds)
         _regroup(step, (mine, theirs), (expected[0], expected[1]), seeds)
-    change = 1.0 if step.mode == "boundary" else _loss_scale_ratio(step)
-    with np.errstate(invalid="ignore", over="ignore"):
-        one = one * change
-        usable = np.isfinite(one) & np.isfinite(two)
-        one, two = one[usable], two[usable]
-        error = one - two
-        sums = (float(one @ one), float(two @ two), float(error @ error))
-    step.tally.masters.append(sums)
+    scales = (1.0, 1.0) if step.mode == "boundary" else divisors(step.sides, step.step)
+    step.tally.masters.add(one / scales[0], two / scales[1])
 
 
 def _sample_means(
@@ -373,12 +368,6 @@ def _regroup(
     nothing = np.zeros(finer.numel)
     terms = np.stack([finer.values.get(label, nothing) / divisor for label in labels[at]])
     step.tally.regroup.add(expected[1 - at].value, terms)
-
-
-def _loss_scale_ratio(step: Step) -> float:
-    """Return the candidate's loss scale over the baseline's, as the step began."""
-    scales = [side.loss_scale(step.step, 0, side.align.ranks[0]) for side in step.sides]
-    return scales[1] / scales[0]
 
 
 def scaled(estimate: Estimate, seed: float) -> Estimate:

@@ -24,7 +24,7 @@ from gradtrace.analysis import bounds
 from gradtrace.analysis.audit import audit
 from gradtrace.analysis.bounds import Estimate
 from gradtrace.analysis.fit import fit
-from gradtrace.analysis.laws import end_to_end, publish, reduce, unscale_clip, update
+from gradtrace.analysis.laws import end_to_end, optimizers, publish, reduce, unscale_clip
 from gradtrace.testing.arithmetic import ORDERS, Arithmetic, mean
 from gradtrace.testing.synthetic import Fault, Run, write_run
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
@@ -183,9 +183,9 @@ def _update(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
     second = Arithmetic().round(rng.random(numel), dtype)
 
     def step(size: float, gradient: float = 0.0) -> Estimate:
-        rule = update.Adam(1e-3 * (1 + size), 0.9, 0.999, 1e-8, 0.1, 100, decoupled=True)
-        return update.adam(
-            weight, (1 + gradient) * grad, first, second, rule, dtype, update.KERNELS["torch"]
+        rule = optimizers.Adam(1e-3 * (1 + size), 0.9, 0.999, 1e-8, 0.1, 100, decoupled=True)
+        return optimizers.adam(
+            weight, (1 + gradient) * grad, first, second, rule, dtype, optimizers.KERNELS["torch"]
         ).weight
 
     wrong = {

@@ -9,6 +9,7 @@ from typing import Final
 
 from gradtrace.analysis.agree import across_ranks, agreed, folded
 from gradtrace.analysis.align import Alignment
+from gradtrace.analysis.consequences import drop_consequences
 from gradtrace.analysis.laws import (
     accumulate,
     accumulate_local,
@@ -101,7 +102,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
             for law in PARAMETER_LAWS:
                 law(scene, parameter.index)
         together.check_collectives(scene)
-        hidden.update(_drop_consequences(scene, seen))
+        hidden.update(drop_consequences(scene, seen))
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
@@ -127,65 +128,6 @@ def _verdict(
     if lost or gaps or not steps or not any(ledger.checked[law] for law in HOPS):
         return "inconclusive"
     return "pass"
-
-
-def _drop_consequences(scene: Scene, seen: int) -> Counter[str]:
-    """Take out of a step's findings those that an earlier broken hop explains.
-
-    Every hop is judged by its own recorded inputs, so a fault breaks one law. Five exceptions: the
-    end-to-end law contains all others; where the ranks' buckets hold different parameters, the sum of
-    neither is what it should be; what differs between ranks came from a hop that broke on one; a norm
-    was taken of something else where ``master`` is broken; and a rank that takes another micro-step
-    for the last one starts its accumulation anew after it.
-    """
-    ledger = scene.ledger
-    fresh = ledger.found[seen:]
-    mixed: set[tuple[int | None, int | None]] = set()
-    if any(entry.finding.cause == "order_mismatch" for entry in fresh):
-        mixed.update(replicate.mismatched(scene))
-    hops: set[int | None] = {
-        entry.param
-        for entry in fresh
-        if entry.finding.law not in {"unscale_clip", "end_to_end", "seed", "replicate"}
-    }
-    hops.update(param for _, param in mixed)
-    judged = {e.finding.param for e in fresh if e.finding.law not in {"seed", "replicate"}}
-    boundaries = [e.finding for e in fresh if e.finding.cause == "boundary_mismatch"]
-    kept: list[Found] = []
-    dropped: Counter[str] = Counter()
-    for entry in fresh:
-        follows = entry.finding.law == "end_to_end" and entry.param in hops
-        follows |= (
-            entry.finding.law == "replicate" and entry.numel > 0 and entry.finding.param in judged
-        )
-        follows |= (
-            entry.finding.law == "unscale_clip"
-            and entry.param is None
-            and any(other.finding.law == "master" for other in fresh)
-        )
-        follows |= (
-            entry.finding.law == "reduce" and (entry.finding.micro_step, entry.param) in mixed
-        )
-        follows |= _after_boundary(entry.finding, boundaries)
-        if follows:
-            dropped[entry.finding.law] += 1
-        else:
-            kept.append(entry)
-    ledger.found[seen:] = kept
-    return dropped
-
-
-def _after_boundary(finding: Finding, boundaries: Sequence[Finding]) -> bool:
-    """Say whether micro-steps are lost because a rank had taken an earlier one for the last."""
-    if finding.cause != "dropped_micro_steps":
-        return False
-    micro_step = _LAST if finding.micro_step is None else finding.micro_step
-    return any(
-        claim.micro_step is not None
-        and claim.micro_step < micro_step
-        and claim.rank in (None, finding.rank)
-        for claim in boundaries
-    )
 
 
 def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:

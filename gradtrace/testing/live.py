@@ -50,7 +50,7 @@ def plant(engine: Any, *faults: Fault, report: Path | None = None) -> Planted:
     """Plant faults into an engine that gradtrace has not wrapped yet; they stay for its lifetime.
 
     Args:
-        engine: from ``deepspeed.initialize``, ZeRO stage 1, 2 or 3.
+        engine: from ``deepspeed.initialize``, any ZeRO stage.
         faults: what goes wrong, and where; ``micro_step`` is not looked at for `master` and
             `unscale_clip`.
         report: directory into which each rank writes its `Strike`s as JSON.
@@ -123,7 +123,8 @@ class _Spoiler:
         everyone = [p for p in live.engine.module.parameters() if p.requires_grad]
 
         def seen(param: Any) -> None:
-            gradient = live.optimizer.get_gradient_for_reduction(param)
+            reduced = getattr(live.optimizer, "get_gradient_for_reduction", None)
+            gradient = param.grad if reduced is None else reduced(param)
             waiting.append(Stretch(live.name(param), 0, gradient.view(-1)))
             if len(waiting) == len(everyone):
                 self._strike(waiting)

@@ -278,11 +278,50 @@ BF16: Final = (
     Site("unscale_clip", "clip_tensors_by_global_norm", "after", _shards16, owner="module"),
 )
 
-# By what the optimizer has: another family is one more entry.
+# --- stage 0: the gradients are ``param.grad`` until the optimizer takes them ----------------------
+
+
+def _gradients0(live: Live, _: Call) -> Iterator[Stretch]:
+    for param in live.engine.module.parameters():
+        if param.grad is not None:
+            yield Stretch(live.name(param), 0, param.grad.view(-1))
+
+
+def _each0(live: Live, _: Call) -> Iterator[Stretch]:
+    optimizer = live.optimizer
+    for masters, params in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, param in zip(masters, params, strict=True):
+            yield Stretch(live.name(param), 0, master.grad.view(-1))
+
+
+def _flat0(live: Live, call: Call) -> Iterator[Stretch]:
+    for flat, params in zip(call["grad_groups_flat"], live.optimizer.fp16_groups, strict=True):
+        at = 0
+        for param in params:
+            yield Stretch(live.name(param), 0, flat[at : at + param.numel()])
+            at += param.numel()
+
+
+REPLICATED: Final = (
+    Site("pack", "buffered_allreduce_fallback", "before", _gradients0, owner="engine"),
+    Site("reduce", "allreduce_and_copy", "after", _gradients0, _gradients0, owner="engine"),
+    Site("master", "_take_model_step", "before", _gradients0, owner="engine"),
+)
+PLAIN: Final = (
+    *REPLICATED,
+    Site("unscale_clip", "clip_fp32_gradients", "after", _gradients0, owner="engine"),
+)
+FP16: Final = (*REPLICATED, Site("unscale_clip", "unscale_and_clip_grads", "after", _flat0))
+UNFUSED: Final = (*REPLICATED, Site("unscale_clip", "unscale_and_clip_grads", "after", _each0))
+
+# By what the optimizer has: another family is one more entry. Every optimizer has the last.
 FAMILIES: Final[tuple[tuple[str, tuple[Site, ...]], ...]] = (
     ("partition_grads", ZERO3),
     ("update_hp_grads", BF16),
     ("average_tensor", ZERO12),
+    ("fused_adam_legacy", FP16),
+    ("fused_lamb_legacy", UNFUSED),
+    ("param_groups", PLAIN),
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gradtrace
 from gradtrace.testing import live
@@ -19,6 +20,11 @@ from tests.real import planting
 from tests.real.training import Setup, train
 
 SAMPLE = (
+    ("z0-fp32", "reduce", "partly_overwritten"),
+    ("z0-fp32", "unscale_clip", "wrong_clip"),
+    ("z0-bf16", "master", "non_finite"),
+    ("z0-bf16", "reduce", "non_finite"),
+    ("z0-bf16-fused", "accumulate_local", "dropped_micro_steps"),
     ("z1-fp32", "accumulate_local", "lost_micro_step"),
     ("z1-fp32", "partition", "shifted"),
     ("z1-bf16", "reduce", "not_averaged"),
@@ -67,6 +73,30 @@ def test_faults_of_two_hops_are_two_findings(tmp_path: Path) -> None:
     assert found == [
         ("reduce", "sign_flipped", 0, 2, "2.weight", ()),
         ("unscale_clip", "wrong_clip", 1, None, "6.weight", ()),
+    ]
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.01])
+def test_ranks_that_share_no_weights_part_once(clipping: float, tmp_path: Path) -> None:
+    """At stage 0 a wrong gradient on one rank parts the weights for good: that is no second fault."""
+    found = _two(
+        Setup(0, model="wide", steps=3, config={"gradient_clipping": clipping}),
+        tmp_path,
+        Fault("sign_flipped", "reduce", step=0, micro_step=3, rank=1, param="2.weight"),
+    )
+    assert found == [("reduce", "sign_flipped", 0, 3, "2.weight", ())]
+
+
+def test_weights_that_one_rank_alone_was_given_are_still_a_finding(tmp_path: Path) -> None:
+    def before(engine: Any) -> None:
+        if torch.distributed.get_rank() == 1:
+            with torch.no_grad():
+                engine.module[2].weight[0, 0] += 1
+
+    train(Setup(0, model="wide", steps=3), tmp_path, before=before)
+    findings = gradtrace.audit(tmp_path).findings
+    assert [(f.law, f.cause, f.step, f.param) for f in findings] == [
+        ("replicate", "weights_differ", 0, "2.weight")
     ]
 
 

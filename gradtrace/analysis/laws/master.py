@@ -6,7 +6,7 @@ A step that is left out as overflowed has no such gradient; then something accum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from gradtrace.analysis.laws.common import (
 )
 from gradtrace.analysis.laws.norm import LARGEST_NORM
 from gradtrace.trace.dtypes import Dtype
+from gradtrace.trace.records import Parameter
 from gradtrace.trace.spans import PADDING
 
 LAW = "master"
@@ -63,36 +64,57 @@ def check_overflow(scene: Scene) -> None:
     the optimizer, where it is judged by itself.
     """
     alignment = scene.alignment
-    flags = {
+    flagged = [
         rank for rank in scene.ranks if alignment.step_end(scene.step, rank).facts.get("overflow")
-    }
-    everyone = len(scene.ranks) == alignment.trace.manifest.world_size
+    ]
     trained = [p for p in alignment.parameters if p.trainable and p.group is not None]
-    if not flags or not everyone or not all(p.captured for p in trained):
+    if not flagged or not all(p.captured for p in trained):
         return
+    if all(scene.replicated(rank) for rank in scene.ranks):
+        alone = [(rank, _finite_norm(scene, (rank,), trained, "reduced")) for rank in flagged]
+        norms = {rank: norm for rank, norm in alone if norm is not None}
+    elif len(scene.ranks) == alignment.trace.manifest.world_size:
+        norm = _finite_norm(scene, scene.ranks, trained, "accumulated")
+        norms = {} if norm is None else {flagged[0]: norm}
+    else:
+        return
+    if not norms:
+        return
+    guilty = next(iter(norms)) if len(norms) == 1 and len(flagged) < len(scene.ranks) else None
+    place = Place(LAW, scene.step, None, guilty, None, "master_grad")
+    detail = (
+        "The step was left out as overflowed, but every gradient that was accumulated is finite "
+        f"(norm {next(iter(norms.values())):.6g}): what became infinite or NaN did so after that."
+    )
+    simple_finding(scene, place, "non_finite", detail)
+
+
+def _finite_norm(
+    scene: Scene, ranks: Sequence[int], trained: Sequence[Parameter], point: str
+) -> float | None:
+    """Return the norm of what ranks had at a point that is the last before the optimizer.
+
+    Returns:
+        ``None`` where it is not finite in float32, was not recorded whole, or was recorded again as
+        given to the optimizer.
+    """
+    alignment = scene.alignment
     squares = 0.0
-    for rank in scene.ranks:
-        if scene.lack("accumulated", None, rank) or scene.lack("master_grad", None, rank):
-            return
+    for rank in ranks:
+        if scene.lack(point, None, rank) or scene.lack("master_grad", None, rank):
+            return None
         if alignment.records(scene.step, "master_grad", rank):
-            return
+            return None
         for parameter in trained:
-            own = alignment.own_spans(rank, parameter.index)
-            events = alignment.step_events(scene.step, "accumulated", rank, parameter.index)
-            for span in own:
+            events = alignment.step_events(scene.step, point, rank, parameter.index)
+            for span in alignment.own_spans(rank, parameter.index):
                 stop = span.param_offset + span.numel
                 values = alignment.cut(events[-1], span.param_offset, stop) if events else None
                 if values is None or not np.isfinite(values).all():
-                    return
+                    return None
                 squares += float(values @ values)
-    if math.sqrt(squares) >= LARGEST_NORM:
-        return
-    place = Place(LAW, scene.step, None, None, None, "master_grad")
-    detail = (
-        "The step was left out as overflowed, but every gradient that was accumulated is finite "
-        f"(norm {math.sqrt(squares):.6g}): what became infinite or NaN did so after that."
-    )
-    simple_finding(scene, place, "non_finite", detail)
+    norm = math.sqrt(squares)
+    return norm if norm < LARGEST_NORM else None
 
 
 def check_param(scene: Scene, param: int) -> None:

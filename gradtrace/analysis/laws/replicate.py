@@ -18,6 +18,7 @@ from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import exact
 from gradtrace.analysis.laws.common import Place, Scene, simple_finding
 from gradtrace.analysis.laws.common import check as judge
+from gradtrace.analysis.results import Finding
 from gradtrace.trace.dtypes import Float64
 from gradtrace.trace.records import Record
 from gradtrace.trace.spans import PADDING, Layout
@@ -121,6 +122,11 @@ def odd_one(values: Mapping[int, Hashable]) -> int | None:
     if few != 1 or many < 2:
         return None
     return next(rank for rank, value in values.items() if value == rare)
+
+
+def is_overflow(finding: Finding) -> bool:
+    """Say whether a finding is that the ranks do not agree on leaving the step out."""
+    return finding.law == LAW and finding.param is None and finding.point == "master_grad"
 
 
 def told(values: Mapping[int, object]) -> str:

@@ -1,0 +1,136 @@
+"""Tell the findings that follow from another one, so that a fault is reported once.
+
+Every hop is judged by its own recorded inputs, so a fault breaks one law. What is listed here is all
+that may break behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gradtrace.analysis.laws import replicate
+from gradtrace.analysis.laws.common import Found, Scene
+from gradtrace.analysis.results import Finding
+
+_NO_HOP: Final = frozenset({"unscale_clip", "end_to_end", "seed", "replicate"})
+_LAST: Final = 2**62  # sorts behind every micro-step
+
+
+def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
+    """Take out of a step's findings those that an earlier broken hop explains.
+
+    Within a step: the end-to-end law contains all others; where the ranks' buckets hold different
+    parameters, the sum of neither is what it should be; what differs between ranks came from a hop
+    that broke on one; a norm was taken of something else where ``master`` is broken; a rank that
+    takes another micro-step for the last one starts its accumulation anew after it; and a rank whose
+    gradient became infinite or NaN leaves the step out alone where ranks do not tell each other.
+
+    From step to step, where every rank updates its own copy of the weights (stage 0): a gradient
+    that broke on one rank parts the ranks' weights, and a step that one of them left out also
+    parts their loss scales and learning rates. They stay apart.
+
+    Args:
+        scene: the step that was judged.
+        seen: how many of the ledger's findings are of the steps before it.
+
+    Returns:
+        How many broken checks of each law were taken out.
+    """
+    ledger = scene.ledger
+    before, now = _gather(scene, ledger.found[:seen]), _gather(scene, ledger.found[seen:])
+    kept: list[Found] = []
+    dropped: Counter[str] = Counter()
+    for entry in ledger.found[seen:]:
+        if _follows_within(now, entry) or _follows_from_before(scene, before, entry):
+            dropped[entry.finding.law] += 1
+        else:
+            kept.append(entry)
+    ledger.found[seen:] = kept
+    return dropped
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Hold what findings can explain others by.
+
+    Attributes:
+        hops: parameters of which a hop broke.
+        judged: parameters of which anything but ``seed`` and ``replicate`` broke.
+        all: parameters of any finding.
+        mixed: (micro-step, parameter) where the ranks' buckets hold different parameters.
+        claims: ranks that were wrong about the boundary.
+        laws: laws that broke.
+        infinite: whether something became infinite or NaN, or a step was left out by some ranks.
+    """
+
+    hops: frozenset[int | None]
+    judged: frozenset[int | None]
+    all: frozenset[int | None]
+    mixed: frozenset[tuple[int | None, int | None]]
+    claims: tuple[Finding, ...]
+    laws: frozenset[str]
+    infinite: bool
+
+
+def _gather(scene: Scene, found: Sequence[Found]) -> _Known:
+    mixed: set[tuple[int | None, int | None]] = set()
+    if any(entry.finding.cause == "order_mismatch" for entry in found):
+        mixed.update(replicate.mismatched(scene))
+    hops = {entry.param for entry in found if entry.finding.law not in _NO_HOP}
+    return _Known(
+        hops=frozenset(hops | {param for _, param in mixed}),
+        judged=frozenset(e.param for e in found if e.finding.law not in {"seed", "replicate"}),
+        all=frozenset(entry.param for entry in found),
+        mixed=frozenset(mixed),
+        claims=tuple(e.finding for e in found if e.finding.cause == "boundary_mismatch"),
+        laws=frozenset(entry.finding.law for entry in found),
+        infinite=any(
+            e.finding.cause == "non_finite" or replicate.is_overflow(e.finding) for e in found
+        ),
+    )
+
+
+def _follows_within(now: _Known, entry: Found) -> bool:
+    """Say whether another finding of the same step explains this one."""
+    finding = entry.finding
+    if finding.law == "end_to_end":
+        return entry.param in now.hops
+    if finding.law == "replicate":
+        if replicate.is_overflow(finding):
+            return now.infinite and now.laws != {"replicate"}
+        return entry.numel > 0 and entry.param in now.judged
+    if finding.law == "unscale_clip" and entry.param is None:
+        return "master" in now.laws
+    if finding.law == "reduce" and (finding.micro_step, entry.param) in now.mixed:
+        return True
+    return _after_boundary(finding, now.claims)
+
+
+def _follows_from_before(scene: Scene, before: _Known, entry: Found) -> bool:
+    """Say whether the ranks are apart since an earlier step of a trace whose ranks share nothing."""
+    finding = entry.finding
+    if finding.law != "replicate" or not all(scene.replicated(rank) for rank in scene.ranks):
+        return False
+    if before.infinite:
+        return finding.cause in ("weights_differ", "unknown")
+    if finding.cause != "weights_differ" or not before.laws:
+        return False
+    # A wrong gradient moves the norm of all, and with it the clip factor of all on its rank.
+    clipped = any(scene.fact(rank, "gradient_clipping") for rank in scene.ranks)
+    return clipped or bool({None, entry.param} & before.all)
+
+
+def _after_boundary(finding: Finding, claims: Sequence[Finding]) -> bool:
+    """Say whether micro-steps are lost because a rank had taken an earlier one for the last."""
+    if finding.cause != "dropped_micro_steps":
+        return False
+    micro_step = _LAST if finding.micro_step is None else finding.micro_step
+    return any(
+        claim.micro_step is not None
+        and claim.micro_step < micro_step
+        and claim.rank in (None, finding.rank)
+        for claim in claims
+    )

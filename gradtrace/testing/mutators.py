@@ -23,7 +23,7 @@ class Fault:
     Attributes:
         kind: one of `KINDS`, or of `SPECIAL_KINDS` (those act on more than one tensor's values).
         law: the hop: ``seed``, ``accumulate_local``, ``pack``, ``reduce``, ``partition``,
-            ``accumulate``, ``master``, ``unscale_clip`` or ``replicate``.
+            ``accumulate``, ``master``, ``unscale_clip``, ``update``, ``publish`` or ``replicate``.
         step, micro_step, rank, param: where it strikes.
         amount: what the kind takes: a factor (``scaled``), elements (``shifted``), a rank
             (``rank_missing``), which of the micro-steps so far (``lost_micro_step``), significand
@@ -177,5 +177,7 @@ HOPS: Final[tuple[str, ...]] = (
     "accumulate",
     "master",
     "unscale_clip",
+    "update",
+    "publish",
     "replicate",
 )

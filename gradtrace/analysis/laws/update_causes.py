@@ -71,7 +71,7 @@ def of_weight(
         "master_weight is what it was before the step: it was not updated.",
         exact(step.weight),
     )
-    yield from _changed(step, nominal, found, context)
+    yield from _changed(step, nominal, found)
     yield from _other_settings(step)
     for cause, words, grad in _other_gradients(step, context):
         instead = replace(step, grad=grad).take().weight
@@ -86,30 +86,36 @@ def of_weight(
         yield Hypothesis("swapped", words, weighted([(1.0, theirs)], step.dtype))
 
 
-def _changed(
-    step: Step, nominal: Estimate, found: Float64, context: Context
-) -> Iterator[Hypothesis]:
+def _changed(step: Step, nominal: Estimate, found: Float64) -> Iterator[Hypothesis]:
     """Propose that the change is right but for a factor, -1 among them."""
-    change = nominal.value - step.weight
-    factor = _ratio(found - step.weight, change, nominal)
+    yield Hypothesis(
+        "sign_flipped",
+        "The step goes the other way: the optimizer ascends.",
+        _times(step, nominal, -1.0),
+    )
+    factor = _ratio(found - step.weight, nominal.value - step.weight, nominal)
     if factor is None:
         return
     lr = step.settings.lr
     for value in dict.fromkeys(float(f"{factor:.{digits}g}") for digits in _DIGITS):
-        if abs(value - 1) <= _ONE or value == 0:
+        if min(abs(value - 1), abs(value + 1)) <= _ONE or value == 0:
             continue
         words = (
             f"The step is {value:g} times what the rule gives: it fits a learning rate of "
             f"{lr * value:.6g} where {lr:.6g} is recorded."
         )
-        if value == -1:
-            words = "The step goes the other way: the optimizer ascends."
-        with np.errstate(invalid="ignore", over="ignore"):
-            size = np.abs(step.weight) + np.abs(value * change)
-            error = max(1.0, abs(value)) * nominal.error
-            error = error + gamma(ULPS, step.dtype.unit_roundoff) * size
-            instead = Estimate(step.weight + value * change, error, nominal.overflow)
-        yield Hypothesis("sign_flipped" if value == -1 else "scaled", words, instead)
+        yield Hypothesis("scaled", words, _times(step, nominal, value))
+
+
+def _times(step: Step, nominal: Estimate, factor: float) -> Estimate:
+    """Return the weights that so many times the right change would have left."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = factor * (nominal.value - step.weight)
+        error = max(1.0, abs(factor)) * nominal.error
+        error = error + gamma(ULPS, step.dtype.unit_roundoff) * (
+            np.abs(step.weight) + np.abs(change)
+        )
+    return Estimate(step.weight + change, error, nominal.overflow)
 
 
 def _ratio(moved: Float64, change: Float64, nominal: Estimate) -> float | None:

@@ -165,6 +165,7 @@ SPECIAL_KINDS: Final[tuple[str, ...]] = (
     "wrong_seed",  # seed: the gradient at the loss, and all that follows, is ``amount`` times it
     "not_unscaled",  # unscale_clip: clipped_grad still holds the loss scale
     "wrong_clip",  # unscale_clip: clipped_grad is ``amount`` times too large
+    "wrong_moment",  # update: the first moment that the step leaves is ``amount`` times too large
     "lost_micro_step",  # live accumulations only: micro-step number ``amount`` of the step is lost
 )
 

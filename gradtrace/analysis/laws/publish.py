@@ -97,8 +97,10 @@ def _masters(scene: Scene, step: int, rank: int, param: int) -> _Masters | Lack:
             return lack
         events = alignment.events(step, None, "master_weight", source, param)
         found += [event for event in events if event.record.occurrence == 1]
+    if not found and any(alignment.own_spans(source, param) for source in sources):
+        return Lack("gap", "master_weight has no record, and no gap says why")
     if not found:
-        return Lack("skip", "master_weight of the ranks that hold it is not in the plan")
+        return Lack("skip", _PARTLY)
     if len({event.record.dtype for event in found}) > 1:
         return Lack("skip", "master_weight is of several dtypes")
     return _Masters(tuple(found))
@@ -127,7 +129,8 @@ def _check_values(scene: Scene, event: Event, span: Span, masters: _Masters) -> 
     held, model = DTYPES[masters.held], event.dtype
     place = _place(scene, event, start)
     dtype = coarsest(held, model)
-    context = replace(scene.context(place, dtype, model), averages=False)
+    # No reduction passes here: half of a weight is no mean that was taken twice.
+    context = replace(scene.context(place, dtype, model), factors={})
     check(
         scene,
         place,
@@ -186,7 +189,7 @@ def _check_hash(scene: Scene, event: Event, span: Span, masters: _Masters) -> No
     elif expected == mine:
         scene.ledger.passed(LAW)
     else:
-        cause, why = _cause_of_hash(scene, event, span, mine)
+        cause, why = _cause_of_hash(scene, event, span, mine, expected)
         detail = (
             f"{why}The weight of {scene.name(event.param)} is not the master weight that step "
             f"{scene.step - 1} left; the hashes tell it. {_UNLESS}"
@@ -208,7 +211,9 @@ def _sum_of(scene: Scene, masters: _Masters, start: int, numel: int) -> str | No
     return add_hashes(stretch_hash(trace, held.record, one) for held, one in inside)
 
 
-def _cause_of_hash(scene: Scene, event: Event, span: Span, mine: str) -> tuple[str, str]:
+def _cause_of_hash(
+    scene: Scene, event: Event, span: Span, mine: str, expected: str
+) -> tuple[str, str]:
     """Return cause and words from what a digest tells beside the hash."""
     alignment, rank, before = scene.alignment, event.record.rank, scene.step - 1
     digest = event.record.facts.get("digest")
@@ -229,6 +234,11 @@ def _cause_of_hash(scene: Scene, event: Event, span: Span, mine: str) -> tuple[s
         alike = masters.held == event.record.dtype
         if alike and _sum_of(scene, masters, span.param_offset, span.numel) == mine:
             return "swapped", f"It is that of {parameter.name}. "
+    for other in scene.ranks:
+        for theirs in alignment.events(scene.step, None, "weight", other, event.param):
+            alike = (theirs.record.dtype, theirs.spans) == (event.record.dtype, event.spans)
+            if alike and stretch_hash(alignment.trace, theirs.record, span) == expected:
+                return "weights_differ", f"Rank {other} holds the right one. "
     return "unknown", ""
 
 

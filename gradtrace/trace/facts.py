@@ -152,7 +152,14 @@ _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
             _number,
         ),
         **dict.fromkeys(
-            ("decoupled", "bias_correction", "amsgrad", "maximize", "nesterov"),
+            (
+                "decoupled",
+                "bias_correction",
+                "amsgrad",
+                "maximize",
+                "nesterov",
+                "shared_count",
+            ),
             _flag,
         ),
         "steps": _counts,

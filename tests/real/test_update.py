@@ -106,7 +106,9 @@ def test_deepspeeds_cpu_adam(stage: int, bf16: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not _built("fused_adam"), reason="DeepSpeed's fused_adam is not built")
-@pytest.mark.parametrize("setup", (Setup(0, bf16=True), Setup(2), Setup(3, bf16=True)))
+@pytest.mark.parametrize(
+    "setup", (Setup(0), Setup(0, model="tied"), Setup(0, bf16=True), Setup(2), Setup(3, bf16=True))
+)
 def test_deepspeeds_fused_adam(setup: Setup, tmp_path: Path) -> None:
     params = {"lr": 1e-2, "weight_decay": 0.1}
     setup = setup.at(config={"optimizer": {"type": "AdamW", "params": params}})

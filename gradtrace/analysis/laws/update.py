@@ -9,27 +9,21 @@ Source: torch 2.13.0, optim/optimizer.py: parameters without a gradient are pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact
 from gradtrace.analysis.hypotheses import Hypothesis
 from gradtrace.analysis.laws.common import Lack, Place, Scene, check, coarsest, simple_finding
-from gradtrace.analysis.laws.optimizers import KERNELS, Adam, Kernel, Sgd, Updated
+from gradtrace.analysis.laws.optimizers import Adam, Updated
 from gradtrace.analysis.laws.update_causes import Step, of_moment, of_weight
+from gradtrace.analysis.laws.update_rules import MOMENTS, Rule, count_of, rule_of
 from gradtrace.analysis.origins import stretch_hash
 from gradtrace.trace.dtypes import Float64
-from gradtrace.trace.records import Json, Record
-from gradtrace.trace.schema import decode_float
+from gradtrace.trace.records import Record
 
 LAW = "update"
-MOMENTS: Mapping[str, tuple[str, ...]] = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}
 _DIGESTS = "master_weight is kept as digests: name it in points"
 
 
@@ -41,15 +35,6 @@ class _Unit:
     unit: str
     before: Event
     after: Event
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Hold how a parameter is stepped."""
-
-    settings: Adam | Sgd
-    kernel: Kernel
-    name: str
 
 
 def check_param(scene: Scene, param: int) -> None:
@@ -230,10 +215,11 @@ def _check_count(scene: Scene, unit: _Unit, more: int) -> None:
     """Check that the optimizer counts this step, as its bias correction depends on it."""
     param = unit.before.param
     counts = [
-        None if facts is None else _count_of(facts.facts, param)
+        None if facts is None else count_of(facts.facts, param)
         for facts in (_facts(scene, step, unit) for step in (scene.step, scene.step + 1))
     ]
-    if counts[1] is None:
+    state = _facts(scene, scene.step, unit)
+    if counts[1] is None or (state is not None and state.facts.get("shared_count")):
         return
     before, after = counts[0] or 0.0, counts[1]
     if after == before + more:
@@ -252,7 +238,7 @@ def _check_count(scene: Scene, unit: _Unit, more: int) -> None:
 
 
 def _step(
-    scene: Scene, unit: _Unit, rule: _Rule, given: Event, start: int, stop: int
+    scene: Scene, unit: _Unit, rule: Rule, given: Event, start: int, stop: int
 ) -> Step | Lack:
     """Return one stretch of a parameter with all that its step depends on."""
     alignment = scene.alignment
@@ -275,8 +261,7 @@ def _step(
             return Lack("gap", f"{moment} holds other elements than master_weight")
         moments[moment] = values
         dtypes.append(event.dtype)
-    counted = isinstance(rule.settings, Adam) and rule.settings.step > 1
-    if rule.name == "adam" and len(moments) < (2 if counted else len(moments)):
+    if isinstance(rule.settings, Adam) and rule.settings.step > 1 and len(moments) < 2:
         return Lack("gap", "the moments have no record, and no gap says why")
     return Step(
         weight, grad, moments, rule.settings, rule.kernel, coarsest(*dtypes),
@@ -352,7 +337,7 @@ def _next_state(scene: Scene, unit: _Unit) -> dict[str, Event] | Lack:
     return _state(scene, after, unit)
 
 
-def _rule(scene: Scene, step: int, unit: _Unit) -> _Rule | Lack:
+def _rule(scene: Scene, step: int, unit: _Unit) -> Rule | Lack:
     """Return how a parameter is stepped, or why that is not known."""
     lack = scene.lack("optimizer_state", None, unit.rank)
     if lack is not None:
@@ -360,69 +345,4 @@ def _rule(scene: Scene, step: int, unit: _Unit) -> _Rule | Lack:
     record = _facts(scene, step, unit)
     if record is None:
         return Lack("gap", "optimizer_state has no record, and no gap says why")
-    facts = record.facts
-    if facts.get("rule") not in MOMENTS:
-        return Lack("skip", f"no rule is known of the optimizer {facts['class']}")
-    if facts.get("amsgrad"):
-        return Lack("skip", "no rule is known of amsgrad")
-    kernel = KERNELS.get(str(facts.get("kernel")))
-    if kernel is None:
-        return Lack("skip", f"no bound is known of the kernel {facts.get('kernel')}")
-    name = str(facts["rule"])
-    settings = _adam(facts, unit.before.param) if name == "adam" else _sgd(facts)
-    if settings is None:
-        return Lack("skip", "the optimizer's settings are not known, or out of their range")
-    return _Rule(settings, kernel, name)
-
-
-def _adam(facts: Mapping[str, Json], param: int) -> Adam | None:
-    betas = facts.get("betas")
-    numbers = _numbers(facts, "lr", "eps", "weight_decay")
-    if numbers is None or not isinstance(betas, list):
-        return None
-    beta1, beta2 = (decode_float(beta) for beta in betas)
-    counted = _count_of(facts, param) or 0.0
-    if beta1 is None or beta2 is None or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        return None
-    if not 0 <= counted < 2**31 or counted != int(counted):
-        return None
-    return Adam(
-        **numbers,
-        beta1=beta1,
-        beta2=beta2,
-        step=int(counted) + 1,
-        decoupled=facts.get("decoupled") is True,
-        maximize=facts.get("maximize") is True,
-        bias_correction=facts.get("bias_correction") is not False,
-    )
-
-
-def _sgd(facts: Mapping[str, Json]) -> Sgd | None:
-    numbers = _numbers(facts, "lr", "momentum", "weight_decay")
-    dampening = decode_float(facts.get("dampening"))
-    if numbers is None or dampening is None or not np.isfinite(dampening):
-        return None
-    return Sgd(
-        **numbers,
-        dampening=dampening,
-        nesterov=facts.get("nesterov") is True,
-        maximize=facts.get("maximize") is True,
-    )
-
-
-def _numbers(facts: Mapping[str, Json], *names: str) -> dict[str, float] | None:
-    """Return settings that must be there, finite and not negative."""
-    found: dict[str, float] = {}
-    for name in names:
-        value = decode_float(facts.get(name))
-        if value is None or not (np.isfinite(value) and value >= 0):
-            return None
-        found[name] = float(value)
-    return found
-
-
-def _count_of(facts: Mapping[str, Json], param: int) -> float | None:
-    """Return how many steps of a parameter the optimizer had counted; ``None`` for no state."""
-    each = facts.get("steps")
-    value = each.get(str(param)) if isinstance(each, dict) else facts.get("step")
-    return decode_float(value)
+    return rule_of(record.facts, unit.before.param)

@@ -98,16 +98,33 @@ def _facts(
     if rule == "adam":
         facts["decoupled"] = _decoupled(one.optimizer, group)
         facts["bias_correction"] = bool(group.get("bias_correction", True))
-        counts = [
-            (piece.param, _number(state.get("step")))
-            for state, pieces in held
-            for piece in pieces
-            if piece.param != PADDING
-        ]
-        facts["step"] = counts[0][1]
-        if len(held) > 1:  # each parameter is stepped, and counted, by itself
-            facts["steps"] = dict(counts)
+        facts.update(_counts(one, group, held))
     return facts
+
+
+def _counts(
+    one: Stepped, group: Group, held: Sequence[tuple[Mapping[str, Any], tuple[Piece, ...]]]
+) -> dict[str, Any]:
+    """Return how many steps Adam has counted, of all or of each parameter."""
+    if _class_name(one.optimizer) == FUSED:
+        # It steps all by the count of the last one, and goes on with that count alone.
+        given = [tensor for tensor in group["params"] if tensor.grad is not None]
+        last = one.optimizer.state.get(given[-1]) if len(given) > 1 else held[0][0]
+        count = _number((last or {}).get("step", group.get("step")))
+        return {"step": count, **({"shared_count": True} if len(held) > 1 else {})}
+    counts = [
+        (piece.param, _number(state.get("step")))
+        for state, pieces in held
+        for piece in pieces
+        if piece.param != PADDING
+    ]
+    # Where there are several tensors, each is stepped, and counted, by itself.
+    return {"step": counts[0][1], **({"steps": dict(counts)} if len(held) > 1 else {})}
+
+
+def _fused_kernel(_: Any, group: Group, __: torch.device) -> str | None:
+    """Say that tensors of several dtypes share a count that goes on once for each of these."""
+    return "FusedAdam" if len({tensor.dtype for tensor in group["params"]}) <= 1 else None
 
 
 def _number(value: Any) -> Any:
@@ -133,12 +150,13 @@ def _torch_kernel(_: Any, group: Group, device: torch.device) -> str:
     return "torch_capturable" if narrow else "torch"
 
 
-Kernel = Callable[[Any, Group, torch.device], str]
+Kernel = Callable[[Any, Group, torch.device], str | None]
+FUSED: Final = "deepspeed.ops.adam.fused_adam.FusedAdam"
 # By the very class: a subclass may do anything in its step.
 KNOWN: Final[Mapping[str, tuple[str, Kernel]]] = {
     "torch.optim.adam.Adam": ("adam", _torch_kernel),
     "torch.optim.adamw.AdamW": ("adam", _torch_kernel),
     "torch.optim.sgd.SGD": ("sgd", _torch_kernel),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": ("adam", lambda *_: "DeepSpeedCPUAdam"),
-    "deepspeed.ops.adam.fused_adam.FusedAdam": ("adam", lambda *_: "FusedAdam"),
+    FUSED: ("adam", _fused_kernel),
 }

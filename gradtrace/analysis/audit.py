@@ -27,7 +27,7 @@ from gradtrace.analysis.laws import (
     update,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
-from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding
+from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding, Hop
 from gradtrace.trace.points import ON_REQUEST, POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Gap
@@ -111,7 +111,25 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         laws=ledger.counts(),
         notes=tuple(_notes(alignment, chosen, ledger, hidden, stray)),
         lost=any(counter for counter in ledger.lost.values()),
+        path=_path(alignment, findings[0]) if findings else (),
     )
+
+
+def _path(alignment: Alignment, first: Finding) -> tuple[Hop, ...]:
+    """Judge the hops of the first finding's parameter alone, through the step of the finding."""
+    param = next((p.index for p in alignment.parameters if p.name == first.param), None)
+    if param is None:
+        return ()
+    ledger = Ledger()
+    scene = Scene(alignment, first.step, ledger)
+    for law in PARAMETER_LAWS:
+        law(scene, param)
+    hops = []
+    for name, count in ledger.counts().items():
+        if count.checked or count.skipped:
+            reason = None if count.checked else next(iter(count.skip_reasons))
+            hops.append(Hop(name, count.checked, count.broken, count.skipped, reason))
+    return tuple(hops)
 
 
 def _verdict(

@@ -126,6 +126,41 @@ class Finding:
             "detail": self.detail,
         }
 
+    def to_full_dict(self) -> dict[str, Any]:
+        """Return an entry of ``findings``."""
+        return {
+            **self.to_dict(),
+            "test": self.test,
+            "guilty": self.guilty,
+            "also": list(self.folded),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Say how one law stands on the path of one parameter through one step, over all ranks.
+
+    Attributes:
+        checked, broken, skipped: how often.
+        reason: why it was skipped, where it was never checked.
+    """
+
+    law: str
+    checked: int
+    broken: int
+    skipped: int
+    reason: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return an entry of ``path``."""
+        return {
+            "law": self.law,
+            "checked": self.checked,
+            "broken": self.broken,
+            "skipped": self.skipped,
+            "reason": self.reason,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LawCount:
@@ -167,6 +202,8 @@ class AuditResult:
         laws: name -> counts, for every law of `LAWS`.
         notes: what a reader should know.
         lost: something that should be there is not, so that a law could not be checked.
+        path: the hops of the first finding's parameter through its step, in causal order; what breaks
+            behind the finding is judged by its own inputs, and mostly intact.
     """
 
     verdict: AuditVerdict
@@ -175,6 +212,7 @@ class AuditResult:
     laws: Mapping[str, LawCount]
     notes: tuple[str, ...]
     lost: bool = False
+    path: tuple[Hop, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what ``audit --json`` prints."""
@@ -185,6 +223,8 @@ class AuditResult:
             "first": None if self.first is None else self.first.to_dict(),
             "laws": {name: count.to_dict() for name, count in self.laws.items()},
             "notes": list(self.notes),
+            "findings": [finding.to_full_dict() for finding in self.findings],
+            "path": [hop.to_dict() for hop in self.path],
         }
 
 

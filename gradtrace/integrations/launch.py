@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import runpy
 import sys
 import traceback
@@ -143,18 +142,25 @@ class _Watch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the watched module as the others would, with a loader that calls back."""
+        """Find the watched module as the others would, with a loader that calls back.
+
+        Many look for deepspeed without importing it (transformers does): the watch goes on until a
+        loader ran.
+        """
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             load = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                self._then()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._then()
 
             loader.exec_module = exec_module
         return spec

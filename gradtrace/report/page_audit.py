@@ -41,6 +41,7 @@ def audit_page(result: AuditResult, path: str) -> Page:
             None
             if result.first is None
             else section("First broken law", *finding_blocks(result.first)),
+            _path(result),
             _others(result),
             section(
                 "Laws",
@@ -107,6 +108,26 @@ def error_text(max_abs: float | None, rel_l2: float | None) -> str | None:
 def bound_text(bound: float | None) -> str | None:
     """Write what rounding can explain."""
     return None if bound is None else f"explains at most {words.brief(bound)} at that element"
+
+
+def _path(result: AuditResult) -> Section | None:
+    """Show the hops before and behind the broken one: what is intact, and what is not."""
+    if result.first is None or not result.path:
+        return None
+    rows = []
+    for hop in result.path:
+        tone: Tone = "bad" if hop.broken else "good" if hop.checked else "dim"
+        state = f"{hop.broken} of {hop.checked} broken" if hop.broken else f"holds ({hop.checked})"
+        if hop.broken and hop.law == "end_to_end" != result.first.law:
+            state += ": it contains the hop above"
+        if not hop.checked:
+            state = f"not checked: {hop.reason}"
+        rows.append(
+            (Cell(hop.law), Cell(words.LAW_WORDS.get(hop.law, ""), "dim"), Cell(state, tone))
+        )
+    columns = (Column("law"), Column("says"), Column("from its own inputs"))
+    title = f"The path of {result.first.param} through step {result.first.step}"
+    return section(title, Table(columns, tuple(rows)))
 
 
 def _others(result: AuditResult) -> Section | None:

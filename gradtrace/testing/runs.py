@@ -273,7 +273,7 @@ class Recorder:
                 points=_statuses(run),
                 partitions={unit: ids[layout] for unit, layout in shards.units[rank].items()},
                 effective={**_effective(run), **run.effective},
-                host=f"host-{rank}",
+                host=f"node{rank}.synthetic",
             ),
             dict(enumerate(layouts)),
             shard_bytes=run.shard_bytes,

@@ -42,6 +42,25 @@ def test_a_finding_beats_a_gap(tmp_path):
     assert (result.verdict, result.first.cause) == ("fail", "zeroed")
 
 
+def test_the_hops_around_the_first_finding_are_told_each_by_its_own_inputs(tmp_path):
+    points = tuple(name for name in POINT_NAMES if name != "local_grad")
+    fault = Fault("sign_flipped", "reduce", step=1, micro_step=1, rank=0)
+    for planned in (POINT_NAMES, points):
+        run = Run(stage=2, steps=2, micro_steps=3, samples=24, points=planned, faults=(fault,))
+        result = audit(write_run(tmp_path / str(len(planned)), run))
+        assert (result.first.law, result.first.step) == ("reduce", 1)
+        hops = {hop.law: hop for hop in result.path}
+        order = [law for law in LAWS if law in hops]
+        assert list(hops) == order
+        broken = {law for law, hop in hops.items() if hop.broken}
+        assert broken == ({"reduce", "end_to_end"} if planned is POINT_NAMES else {"reduce"})
+        for law in ("partition", "accumulate", "master"):
+            assert hops[law].checked > 0
+            assert hops[law].broken == 0
+    assert hops["pack"].checked == 0
+    assert hops["pack"].reason == "local_grad is not_planned"
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("point", POINT_NAMES)
 def test_what_is_not_planned_is_skipped(tmp_path, stage, point):

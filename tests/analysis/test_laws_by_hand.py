@@ -147,6 +147,14 @@ def test_seeds_that_are_wrong(tmp_path, changes, cause, found):
     assert found is None or first.found == found
 
 
+def test_outputs_that_were_divided_more_often_are_told(tmp_path):
+    """DeepSpeed 0.18.3 hooks every output: a loss computed from the logits passes two of them."""
+    facts = {"scale_wrt_gas": False, "loss_grad": 1.0, "seed": 0.5}
+    first = _loss(tmp_path, **facts, output_factors=[0.5, 0.25]).first
+    assert first.found == 0.5
+    assert "Through other outputs of the model it is 0.25." in first.detail
+
+
 def test_a_seed_that_nobody_saw_is_skipped(tmp_path):
     result = _loss(tmp_path, path="tensor.backward", loss_grad=None, seed=None)
     assert result.laws["seed"].checked == 0

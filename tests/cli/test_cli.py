@@ -30,16 +30,6 @@ ELEMENTS = sum(math.prod(shape) for _, shape in PARAMETERS)
 Cli = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*argv: object) -> tuple[int, str, str]:
-        status = main.run([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
-
-
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("originals")
@@ -107,8 +97,10 @@ def test_diff_json_is_section_7(cli: Cli, originals: Path) -> None:
 def test_audit_json_is_section_7(cli: Cli, originals: Path) -> None:
     _, out, _ = cli("audit", originals / "bad", "--json")
     body = document(out)
-    assert list(body) == ["format", "version", "verdict", "first", "laws", "notes"]
+    section_7 = ["format", "version", "verdict", "first", "laws", "notes"]
+    assert list(body) == [*section_7, "findings", "path"]
     assert body["first"]["law"] == "accumulate"
+    assert body["first"].items() <= body["findings"][0].items()
     assert body == gradtrace.audit(originals / "bad").to_dict()
 
 

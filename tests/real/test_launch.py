@@ -13,9 +13,10 @@ import pytest
 from gradtrace.trace.reader import open_trace
 
 SCRIPT = """
-    import argparse, os, sys, warnings
+    import argparse, importlib.util, os, sys, warnings
     warnings.simplefilter("ignore")
     assert "deepspeed" not in sys.modules, "the script's own environment must still count"
+    assert importlib.util.find_spec("deepspeed"), "transformers looks for it like this, long before"
     import torch
     import deepspeed
     from deepspeed.ops import __compatible_ops__

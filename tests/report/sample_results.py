@@ -10,6 +10,7 @@ from gradtrace.analysis.results import (
     Divergence,
     Finding,
     Growth,
+    Hop,
     LawCount,
 )
 
@@ -52,7 +53,14 @@ def failed(param: str = "layers.0.weight") -> AuditResult:
     first = finding(param=param)
     rest = finding("end_to_end", param)
     counts = laws(accumulate=36, end_to_end=12)
-    return AuditResult("fail", first, (first, rest), counts, ("rank 1: a note",))
+    path = (
+        Hop("accumulate_local", 0, 0, 4, "local_accum is absent"),
+        Hop("reduce", 4, 0, 0, None),
+        Hop("accumulate", 4, 3, 0, None),
+        Hop("end_to_end", 1, 1, 0, None),
+    )
+    notes = ("rank 1: a note",)
+    return AuditResult("fail", first, (first, rest), counts, notes, path=path)
 
 
 def passed() -> AuditResult:

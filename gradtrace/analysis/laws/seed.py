@@ -83,7 +83,13 @@ def _judge(scene: Scene, rank: int, record: Record) -> tuple[str, str, float, fl
             continue  # somebody wrapped engine.backward: whether it was told not to divide is unknown
         if not abs(seed - asked) <= tolerance * abs(asked):
             cause, words = _cause(seed / asked, gas, scale, divided)
-            return cause, f"The gradient at the loss is {seed:.6g}@; {words}.", asked, seed
+            detail = f"The gradient at the loss is {seed:.6g}@; {words}."
+            apart = dict.fromkeys(
+                f"{s:.6g}" for s in seeds if abs(s - seed) > tolerance * abs(seed)
+            )
+            if apart:
+                detail += f" Through other outputs of the model it is {', '.join(apart)}."
+            return cause, detail, asked, seed
     return _unscaling(scene, rank, scale, tolerance)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradtrace.analysis.compare import Outcome, Step, at_micro_step
-from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio
+from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio, thresholds
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import number
 from gradtrace.analysis.walk import Walk
@@ -119,6 +119,10 @@ def _why(
             else f"the gradients that arrive at the loss (seeds) differ by {seeds:.6g}"
         )
         return "scaled", f"{point} differs by one factor for all parameters: {why}."
+    regroup = step.tally.regroup if step.mode == "boundary" else None
+    weighed = None if regroup is None else regroup.story(thresholds(step.dtype).rounding)
+    if weighed is not None:
+        return weighed[0], f"{size}. {weighed[1]}"
     if apart_too:
         cause, why = _suspected(step, micro_step, rank)
         return cause, f"{size}. {why}"

@@ -188,6 +188,7 @@ _STEP: Final[Mapping[str, Fits]] = {
     "boundary": _flag,
     "checkpoint_loaded": _flag,
 }
+_REPORT: Final[Mapping[str, Fits]] = dict.fromkeys(("loss", "grad_norm", "lr"), _number)
 _EFFECTIVE: Final[Mapping[str, Fits]] = {
     **dict.fromkeys(
         (
@@ -258,6 +259,11 @@ def fault_of_record(point: str, facts: Mapping[str, Any]) -> str | None:
 def fault_of_step(facts: Mapping[str, Any]) -> str | None:
     """Say which known member of a step's facts is not what it must be, or ``None``."""
     return _fault(_STEP, facts)
+
+
+def fault_of_report(values: Mapping[str, Any]) -> str | None:
+    """Say which known value of a report is not what it must be, or ``None``."""
+    return _fault(_REPORT, values)
 
 
 def fault_of_settings(effective: Mapping[str, Any]) -> str | None:

@@ -75,6 +75,7 @@ class TraceInfo:
         effective: settings as the optimizer objects hold them, equal on all ranks.
         effective_differs: setting -> rank -> value, where ranks do not agree.
         closed: rank -> why it ended, ``None`` when it never closed.
+        perturbation: how the weights were moved on purpose before the run, or ``None``.
     """
 
     path: str
@@ -92,6 +93,7 @@ class TraceInfo:
     gaps: tuple[Gap, ...]
     closed: Mapping[int, str | None]
     notes: tuple[str, ...]
+    perturbation: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what ``info --json`` prints."""
@@ -116,6 +118,7 @@ class TraceInfo:
             "gaps": [asdict(gap) for gap in self.gaps],
             "closed": {str(rank): reason for rank, reason in self.closed.items()},
             "notes": list(self.notes),
+            "perturbation": None if self.perturbation is None else dict(self.perturbation),
         }
 
 
@@ -152,6 +155,7 @@ def inspect(path: str | Path) -> TraceInfo:
         gaps=tuple(gap for rank in trace.ranks.values() for gap in rank.gaps),
         closed={number: rank.closed for number, rank in trace.ranks.items()},
         notes=trace.notes,
+        perturbation=manifest.perturbation,
     )
 
 

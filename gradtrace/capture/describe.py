@@ -14,6 +14,7 @@ import torch
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Adapter, Model
 from gradtrace.capture.options import CaptureOptions
+from gradtrace.capture.perturb import perturbation_of
 from gradtrace.capture.snapshot import dtype_name, resolve
 from gradtrace.errors import BadOptionError
 from gradtrace.trace.points import POINT_NAMES
@@ -32,6 +33,7 @@ class Subject:
         absent: point -> why this configuration does not have it.
         dp_ranks: global ranks of the data-parallel group.
         effective: settings as engine and optimizer hold them, as JSON.
+        perturbation: how the weights were moved on purpose, or ``None``.
     """
 
     model: Model
@@ -40,13 +42,15 @@ class Subject:
     absent: Mapping[str, str]
     dp_ranks: tuple[int, ...]
     effective: Mapping[str, Any]
+    perturbation: Mapping[str, Any] | None = None
 
 
 def examine(engine: Any) -> Subject:
     """Resolve an engine, changing nothing.
 
     Raises:
-        NotAnEngineError, UnsupportedEngineError, ProbeError: it cannot be traced whole.
+        NotAnEngineError, UnsupportedEngineError, ProbeError, PerturbationError: it cannot be traced
+            whole, or not as what it is.
     """
     select.check_engine(engine)
     model = select.build_model(engine)
@@ -70,6 +74,7 @@ def examine(engine: Any) -> Subject:
             absent={**_weightless(adapter, placed), **adapter.absent(model)},
             dp_ranks=dp_ranks,
             effective=resolve(effective),
+            perturbation=perturbation_of(engine.module),
         )
     except (AttributeError, KeyError) as error:
         select.missing(f"attribute that the adapter reads ({error})", "describing the run")
@@ -151,6 +156,7 @@ def manifest(run_id: str, subject: Subject, options: CaptureOptions) -> Manifest
         ds_config=resolve(select.ds_config(model.engine)),
         packages=select.packages(),
         created_s=time.time(),
+        perturbation=subject.perturbation,
     )
 
 

@@ -35,6 +35,13 @@ from gradtrace.trace.points import POINT_NAMES
     show_default=True,
     help="When recording fails: disarm (train on untraced) or raise.",
 )
+@click.option(
+    "--perturb-ulp",
+    "perturb_sample",
+    metavar="SAMPLE",
+    type=click.IntRange(min=0),
+    help="Move every weight by one unit in the last place first: sample 0, 1, ... of a noise envelope.",
+)
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -46,6 +53,7 @@ def command(
     mode: str,
     max_bytes: int | None,
     on_error: str,
+    perturb_sample: int | None,
     script: Path,
     args: tuple[str, ...],
 ) -> int:
@@ -68,5 +76,5 @@ def command(
         "max_bytes": max_bytes,
         "on_error": on_error,
     }
-    run_script(script, args, out_dir, options)
+    run_script(script, args, out_dir, options, perturb_sample=perturb_sample)
     return 0

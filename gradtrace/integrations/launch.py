@@ -17,7 +17,12 @@ from gradtrace.errors import BadOptionError, GradtraceError
 
 
 def run_script(
-    script: str | Path, args: Sequence[str], out_dir: str | Path, options: Mapping[str, Any]
+    script: str | Path,
+    args: Sequence[str],
+    out_dir: str | Path,
+    options: Mapping[str, Any],
+    *,
+    perturb_sample: int | None = None,
 ) -> None:
     """Run a script as ``__main__``, tracing its engines until it ends, however it ends.
 
@@ -29,9 +34,11 @@ def run_script(
         args: its arguments.
         out_dir: directory of the trace.
         options: keyword arguments of `gradtrace.wrap`.
+        perturb_sample: which sample of noise every model begins with, see `gradtrace.perturb_ulp`;
+            ``None`` for none.
 
     Raises:
-        GradtraceError: an option is wrong or an engine cannot be traced.
+        GradtraceError: an option is wrong, an engine cannot be traced or a model not be perturbed.
         SystemExit: what the script asked for, or status 1 after its traceback was printed.
     """
     parse_options(**options)
@@ -55,7 +62,13 @@ def run_script(
         place = place if number == 0 else place.with_name(f"{place.name}-engine{number}")
         tracers.append(wrap(engine, place, **options))
 
-    restore = _when_imported("deepspeed", on_engine)
+    def on_model(model: Any) -> None:
+        from gradtrace.capture.perturb import perturb_ulp
+
+        assert perturb_sample is not None
+        perturb_ulp(model, perturb_sample)
+
+    restore = _when_imported("deepspeed", on_engine, None if perturb_sample is None else on_model)
     argv, path0 = sys.argv, sys.path[0]
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)
@@ -108,14 +121,14 @@ def _print_own_frames(error: BaseException) -> None:
     traceback.print_exception(type(error), error, frame)
 
 
-def _when_imported(name: str, on_engine: Any) -> Any:
+def _when_imported(name: str, on_engine: Any, on_model: Any) -> Any:
     """Patch ``deepspeed.initialize`` now if it is imported, else right after its import."""
     undo: list[Any] = []
 
     def patch() -> None:
         from gradtrace.capture.adapters.select import patch_initialize
 
-        undo.append(patch_initialize(on_engine))
+        undo.append(patch_initialize(on_engine, on_model))
 
     finder = _Watch(name, patch)
     if name in sys.modules:

@@ -83,9 +83,17 @@ def _run_facts(info: TraceInfo) -> Section | None:
                 f"{parameters.elements} elements in all",
             ),
             ("plan", _plan(info.plan)),
+            ("weights", _perturbed(info.perturbation)),
             ("ended", _ended(info.closed)),
         ),
     )
+
+
+def _perturbed(perturbation: Mapping[str, Any] | None) -> Cell | None:
+    if perturbation is None:
+        return None
+    sample = perturbation.get("sample")
+    return Cell(f"moved by one unit in the last place before the run, sample {sample}", "warn")
 
 
 def _plan(plan: Mapping[str, Any]) -> str:

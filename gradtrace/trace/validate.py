@@ -147,7 +147,19 @@ def manifest(body: Mapping[str, Any], where: str) -> Manifest:
         ds_config=fields.table("ds_config"),
         packages=packages,
         created_s=float(created_s),
+        perturbation=_perturbation(body, where),
     )
+
+
+def _perturbation(body: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    if body.get("perturbation") is None:
+        return None
+    fields = Fields(body["perturbation"], f"{where}, perturbation")
+    return {
+        "sample": fields.count("sample"),
+        "ulp": fields.count("ulp"),
+        "hash": fields.text("hash"),
+    }
 
 
 def _parameter(fields: Fields, index: int) -> Parameter:

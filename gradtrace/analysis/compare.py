@@ -21,6 +21,7 @@ import numpy as np
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, relative_l2
 from gradtrace.analysis.gate import Pair
+from gradtrace.analysis.growth import Distance, divisors
 from gradtrace.analysis.judging import Sample, sample
 from gradtrace.analysis.origins import Origins
 from gradtrace.analysis.results import Divergence
@@ -62,7 +63,7 @@ class Tally:
         outcomes: what rounding does not explain.
         samples: what has no bound, to be judged over all parameters.
         lost: what gaps made incomparable, in words, without the step.
-        masters: squared norms of master_grad: baseline, candidate, difference.
+        masters: how far apart the averaged gradients are, divided by the seeds.
         widest: the largest relative L2 difference that rounding explains, and a phrase that says where.
     """
 
@@ -70,7 +71,7 @@ class Tally:
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lost: dict[str, None] = field(default_factory=dict)
-    masters: list[tuple[float, float, float]] = field(default_factory=list)
+    masters: Distance = field(default_factory=Distance)
     widest: tuple[float, str] = (0.0, "")
 
 
@@ -299,14 +300,8 @@ def _compare_master(step: Step, pair: Pair, mine: Locals, theirs: Locals) -> Non
         # Every hop is explained; whether the local gradients themselves agree is another question.
         step.tally.counts["rounding"] -= 1
         _sample_means(step, pair, (one, two), (expected[0], expected[1]), seeds)
-    change = 1.0 if step.mode == "boundary" else _loss_scale_ratio(step)
-    with np.errstate(invalid="ignore", over="ignore"):
-        one = one * change
-        usable = np.isfinite(one) & np.isfinite(two)
-        one, two = one[usable], two[usable]
-        error = one - two
-        sums = (float(one @ one), float(two @ two), float(error @ error))
-    step.tally.masters.append(sums)
+    scales = (1.0, 1.0) if step.mode == "boundary" else divisors(step.sides, step.step)
+    step.tally.masters.add(one / scales[0], two / scales[1])
 
 
 def _sample_means(
@@ -331,12 +326,6 @@ def _sample_means(
         return
     values = float(recorded[0][at]), float(recorded[1][at])
     step.tally.samples.append(replace(found, baseline=values[0], candidate=values[1]))
-
-
-def _loss_scale_ratio(step: Step) -> float:
-    """Return the candidate's loss scale over the baseline's, as the step began."""
-    scales = [side.loss_scale(step.step, 0, side.align.ranks[0]) for side in step.sides]
-    return scales[1] / scales[0]
 
 
 def scaled(estimate: Estimate, seed: float) -> Estimate:

@@ -143,7 +143,7 @@ def compare_origins(
     Args:
         corresponding: whether a micro-step of a rank is the same one on both sides.
     """
-    weights, note = _weights(baseline, candidate, step)
+    weights, note = compare_weights(baseline, candidate, step)
     if not corresponding:
         return Origins(weights, note)
     sides = (_batches(baseline, step), _batches(candidate, step))
@@ -152,7 +152,8 @@ def compare_origins(
     return Origins(weights, note, related, _reordered(*sides))
 
 
-def _weights(baseline: Alignment, candidate: Alignment, step: int) -> tuple[Relation, str]:
+def compare_weights(baseline: Alignment, candidate: Alignment, step: int) -> tuple[Relation, str]:
+    """Compare the weights that both runs begin a step with; say in words how they differ."""
     mine, theirs = weight_hashes(baseline, step), weight_hashes(candidate, step)
     places = {parameter.name: parameter.index for parameter in candidate.parameters}
     differ: list[str] = []

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from gradtrace.trace.schema import encode_float
+from gradtrace.analysis.series import Envelope, Growth
+from gradtrace.analysis.series import encoded as _number
 
 AUDIT_FORMAT: Final = "gradtrace.audit"
 DIFF_FORMAT: Final = "gradtrace.diff"
@@ -57,10 +58,6 @@ CAUSES: Final = (
     "order_mismatch",
     "unknown",
 )
-
-
-def _number(value: float | None) -> float | str | None:
-    return None if value is None else encode_float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,22 +303,14 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Say how far apart the two runs are at one step: relative L2 over all compared parameters."""
-
-    step: int
-    local_grad: float | None
-    master_grad: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class DiffResult:
     """Hold the verdict on two traces.
 
     Attributes:
         counts: ``compared``, ``equal`` (bitwise), ``rounding``, ``diverged``, ``left_out``: records
             of one parameter each.
-        growth: one entry a step, for the report; not part of the JSON.
+        growth: one entry a step, of all steps that both runs hold, in order.
+        envelope: where perturbed runs of the baseline were given.
         baseline_audit, candidate_audit: the audits that blame rests on, when they were made.
     """
 
@@ -331,6 +320,7 @@ class DiffResult:
     counts: Mapping[str, int]
     notes: tuple[str, ...]
     growth: tuple[Growth, ...] = ()
+    envelope: Envelope | None = None
     baseline_audit: AuditResult | None = None
     candidate_audit: AuditResult | None = None
 
@@ -343,5 +333,7 @@ class DiffResult:
             "first": None if self.first is None else self.first.to_dict(),
             "blame": None if self.blame is None else self.blame.to_dict(),
             "counts": dict(self.counts),
+            "growth": [entry.to_dict() for entry in self.growth],
+            "envelope": None if self.envelope is None else self.envelope.to_dict(),
             "notes": list(self.notes),
         }

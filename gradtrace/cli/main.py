@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "audit": "Check the laws of ZeRO's gradient path on one trace.",
     "show": "Show one record: statistics, values, where it came from.",
     "verify": "Check the integrity of every file of a trace.",
+    "report": "Write one file to attach to a bug report: no weights, no data.",
 }
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count

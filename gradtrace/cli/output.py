@@ -43,17 +43,17 @@ trace_argument = click.argument("trace", metavar="DIR", type=click.Path(path_typ
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document on stdout."""
-    sys.stdout.write(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(finite(document), indent=2, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Write numbers that JSON cannot hold as strings: a trace may say 1e999 in its facts."""
     if isinstance(value, float):
         return encode_float(value)
     if isinstance(value, Mapping):
-        return {name: _finite(member) for name, member in value.items()}
+        return {name: finite(member) for name, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(member) for member in value]
+        return [finite(member) for member in value]
     return value
 
 

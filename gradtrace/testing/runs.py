@@ -73,6 +73,8 @@ class Run:
         bucket_numel: a bucket is reduced before it would exceed this.
         seed: of weights, batches and gradients.
         weight_seed: of the weights alone; ``None`` for ``seed``.
+        perturb_sample: the weights begin one unit in the last place away, as `run --perturb-ulp` makes
+            them, and the manifest says so; ``None`` for none.
         samples: size of the global batch; a multiple of world_size x micro_steps to compare runs.
         drift: how much gradients depend on the weights; 0 keeps local gradients equal for ever.
         noise: relative noise on local gradients, as another kernel would give.
@@ -108,6 +110,7 @@ class Run:
     bucket_numel: int = 40
     seed: int = 0
     weight_seed: int | None = None
+    perturb_sample: int | None = None
     samples: int = 24
     drift: float = 0.0
     noise: float = 0.0
@@ -265,7 +268,7 @@ class Recorder:
                 points=_statuses(run),
                 partitions={unit: ids[layout] for unit, layout in shards.units[rank].items()},
                 effective={**_effective(run), **run.effective},
-                host=f"host-{rank}",
+                host=f"node{rank}.synthetic",
             ),
             dict(enumerate(layouts)),
             shard_bytes=run.shard_bytes,

@@ -36,9 +36,9 @@ from gradtrace.testing.runs import (
     run_id_of,
     shards_of,
 )
-from gradtrace.testing.weights import record_batch, record_masters, record_weights
+from gradtrace.testing.weights import moved, record_batch, record_masters, record_weights
 from gradtrace.trace.dtypes import DTYPES, Float64
-from gradtrace.trace.records import Manifest, Parameter
+from gradtrace.trace.records import PERTURBATION_HASH, Manifest, Parameter
 from gradtrace.trace.schema import encode_float
 from gradtrace.trace.spans import PADDING, Layout, pack_spans
 from gradtrace.trace.writer import claim_directory, write_manifest
@@ -84,6 +84,11 @@ def write_run(path: str | Path, run: Run) -> Path:
         },
         packages={"deepspeed": "0.0.0", "numpy": np.__version__, "torch": "0.0.0", **run.packages},
         created_s=0.0,
+        perturbation=(
+            None
+            if run.perturb_sample is None
+            else {"sample": run.perturb_sample, "ulp": 1, "hash": PERTURBATION_HASH}
+        ),
     )
     write_manifest(root, manifest)
     _Simulation(root, run).play()
@@ -118,6 +123,11 @@ class _Simulation:
         self.weights = {
             name: rounded(rng.normal(size=run.numel(name)), "float32") for name, _ in run.parameters
         }
+        if run.perturb_sample is not None:
+            self.weights = {
+                name: moved(values, run.model_dtype, name, run.perturb_sample)
+                for name, values in self.weights.items()
+            }
 
     def play(self) -> None:
         for step in range(self.run.steps):

@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from gradtrace.testing.mutators import Fault
 from gradtrace.testing.runs import Recorder, Run, Shards, rounded
-from gradtrace.trace.digest import digest_of, hash_text, value_hash
-from gradtrace.trace.dtypes import DTYPES, Float64, from_float64, raw_bits
+from gradtrace.trace.digest import digest_of, hash_text, mix64, value_hash
+from gradtrace.trace.dtypes import DTYPES, Float64, from_float64, raw_bits, to_float64
 from gradtrace.trace.spans import PADDING, pack_spans
 
 Weights = Mapping[str, Float64]  # parameter name -> 1-D float64, the full parameter
+
+
+def moved(values: Float64, dtype: str, name: str, sample: int) -> Float64:
+    """Return a whole weight, rounded to a dtype and moved by one unit in the last place.
+
+    The numpy twin of `gradtrace.capture.perturb`, after docs/format.md.
+    """
+    kind = DTYPES[dtype]
+    raw = raw_bits(from_float64(values, kind), kind)
+    key = np.array([xxhash.xxh3_64_intdigest(f"{sample}:{name}".encode())], dtype=np.uint64)
+    up = mix64(np.arange(len(raw), dtype=np.uint64), key) >> np.uint64(63) > 0
+    widened = to_float64(raw, kind)
+    up &= np.abs(widened) != kind.largest
+    stays = (widened == 0) | ~np.isfinite(widened)
+    one = raw.dtype.type(1)
+    return to_float64(np.where(stays, raw, np.where(up, raw + one, raw - one)), kind)
 
 
 def record_weights(

@@ -38,7 +38,7 @@ def bits(tensor: torch.Tensor) -> Any:
 
 
 def by_the_book(before: Any, name: str, sample: int, infinity: int) -> Any:
-    """docs/format.md in numpy: what the raw bits become."""
+    """docs/format.md, element by element: what the raw bits become."""
     key = xxhash.xxh3_64_intdigest(f"{sample}:{name}".encode())
     mixed = mix64(np.arange(len(before), dtype=np.uint64), np.uint64(key))
     out = before.copy()

@@ -42,10 +42,12 @@ class _Output:
 
     Attributes:
         tensor: the output, weakly.
+        version: counts the changes that were made to it in place.
         above: outputs that were computed from this one: their gradients come through here.
     """
 
     tensor: weakref.ref[torch.Tensor]
+    version: int
     scalar: bool
     value: torch.Tensor | None
     above: list[_Output] = field(default_factory=list)
@@ -236,7 +238,9 @@ class BackwardWatch:
             self._facts["loss"] = loss.detach().clone()
             facts = self._facts
             output = self._outputs.get(id(loss))
-            if output is not None and output.tensor() is loss:
+            # Changed in place it is another tensor for autograd (Trainer multiplies its loss so), and
+            # hooks of before the change are given the gradient of what it was.
+            if output is not None and output.tensor() is loss and output.version == loss._version:
                 facts["output"] = output
                 return handle
 
@@ -287,7 +291,7 @@ class BackwardWatch:
             for tensor in tensors:
                 scalar = tensor.numel() == 1
                 value = tensor.detach().clone() if scalar else None
-                seen = _Output(weakref.ref(tensor), scalar, value)
+                seen = _Output(weakref.ref(tensor), tensor._version, scalar, value)
                 self._pending[id(tensor)] = seen
                 add_hook(tensor, _before_hook(seen))
                 if self._batch is not None:

@@ -90,6 +90,13 @@ def logging_gradients(engine: Any, x: torch.Tensor, micro_step: int) -> None:
     torch.autograd.grad(engine.module(x), parameters)
 
 
+def loss_times_ranks(engine: Any, x: torch.Tensor, micro_step: int) -> None:
+    """Weight the loss in place, as Trainer does to average over tokens, and divide it by hand."""
+    loss = engine(x)[0]
+    loss *= 2
+    engine.backward(loss / 2 if micro_step % 2 else loss, scale_wrt_gas=False)
+
+
 def tiny_loss(engine: Any, x: torch.Tensor, micro_step: int) -> None:
     (engine(x)[1].pow(2).mean() * 1e-42).backward()
 
@@ -143,8 +150,9 @@ def run(model: Any, stage: int, gas: int, body: Callable[..., None], out: Path) 
         (LossOnly, 2, loss_backward),
         (LossOnly, 2, logging_gradients),
         (LossAndLogits, 4, tiny_loss),
+        (LossAndLogits, 2, loss_times_ranks),
     ],
-    ids=("loss and logits", "loss only", "loss.backward", "autograd.grad", "tiny"),
+    ids=("loss and logits", "loss only", "loss.backward", "autograd.grad", "tiny", "in place"),
 )
 def test_clean_training_passes(
     model: Any, gas: int, body: Callable[..., None], stage: int, tmp_path: Path

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradtrace.capture.tracer import Tracer, wrap
     from gradtrace.trace.reader import Trace, open_trace
 
-__version__: Final = "0.2.0"
+__version__: Final = "0.3.0"
 
 __all__ = [
     "Trace",

@@ -126,6 +126,13 @@ def _agreeing(
     return replace(entry, finding=replace(finding, cause=cause, detail=detail, guilty=chosen.rank))
 
 
+def said_too(entry: Found, words: str) -> Found:
+    """Add a sentence to a finding's evidence, so that it stays whatever cause is agreed on."""
+    evidence = f"{entry.evidence} {words}"
+    finding = replace(entry.finding, detail=f"{entry.finding.detail} {words}")
+    return replace(entry, finding=finding, evidence=evidence)
+
+
 def across_ranks(found: Sequence[Found]) -> list[Found]:
     """Make one finding of those that several ranks (or stretches) show of one parameter."""
     groups: dict[tuple[object, ...], list[Found]] = {}

@@ -25,6 +25,7 @@ from gradtrace.analysis.laws import (
     unscale_clip,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
+from gradtrace.analysis.reported import reported, reported_notes
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding, Hop
 from gradtrace.trace.points import POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
@@ -81,6 +82,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         chosen = tuple(step for step in chosen if step in wanted)
     ledger = Ledger()
     hidden: Counter[str] = Counter()
+    windows: list[str | None] = []
     for step in chosen:
         scene = Scene(alignment, step, ledger)
         seen = len(ledger.found)
@@ -99,13 +101,20 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 law(scene, parameter.index)
         together.check_collectives(scene)
         hidden.update(drop_consequences(scene, seen))
+        windows.append(seed.short_window(scene))
+    reports = reported(alignment.trace) if steps is None else ()
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
         verdict=_verdict(alignment, chosen, ledger, findings, stray),
         first=findings[0] if findings else None,
         findings=tuple(findings),
         laws=ledger.counts(),
-        notes=tuple(_notes(alignment, chosen, ledger, hidden, stray)),
+        notes=(
+            *_notes(alignment, chosen, ledger, hidden, stray),
+            *(note for note in windows if note is not None),
+            *reported_notes(reports),
+        ),
+        reported=reports,
         lost=any(counter for counter in ledger.lost.values()),
         path=_path(alignment, findings[0]) if findings else (),
     )
@@ -144,13 +153,13 @@ def _verdict(
     return "pass"
 
 
-def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:
-    def key(entry: Found) -> tuple[int, int, int, int, str]:
+def _key(alignment: Alignment) -> Callable[[Found], tuple[bool, int, int, int, int, str]]:
+    def key(entry: Found) -> tuple[bool, int, int, int, int, str]:
         finding = entry.finding
         order = -1 if entry.param is None else alignment.backward_order(entry.param)
-        if entry.param is None and finding.law == "unscale_clip":
-            order = _LAST  # a wrong report of the norm matters less than wrong gradients
         return (
+            # A wrong report of the norm matters less than wrong gradients, of later steps too.
+            entry.param is None and finding.law == "unscale_clip",
             finding.step,
             moment(finding.point, finding.micro_step),
             LAWS.index(finding.law),

@@ -7,10 +7,11 @@ that may break behind it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gradtrace.analysis.agree import said_too
 from gradtrace.analysis.laws import replicate
 from gradtrace.analysis.laws.common import Found, Scene
 from gradtrace.analysis.results import Finding
@@ -25,8 +26,9 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     Within a step: the end-to-end law contains all others; where the ranks' buckets hold different
     parameters, the sum of neither is what it should be; what differs between ranks came from a hop
     that broke on one; a norm was taken of something else where ``master`` is broken; a rank that
-    takes another micro-step for the last one starts its accumulation anew after it; and a rank whose
-    gradient became infinite or NaN leaves the step out alone where ranks do not tell each other.
+    takes another micro-step for the last one starts its accumulation anew after it; what the bucket
+    lacks may have been added after the collective; and a rank whose gradient became infinite or NaN
+    leaves the step out alone where ranks do not tell each other.
 
     From step to step, where every rank updates its own copy of the weights (stage 0): a gradient
     that broke on one rank parts the ranks' weights, and a step that one of them left out also
@@ -46,6 +48,8 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     for entry in ledger.found[seen:]:
         if _follows_within(now, entry) or _follows_from_before(scene, before, entry):
             dropped[entry.finding.law] += 1
+        elif entry.finding.law == "pack" and entry.param in now.late:
+            kept.append(said_too(entry, now.late[entry.param]))
         else:
             kept.append(entry)
     ledger.found[seen:] = kept
@@ -63,6 +67,7 @@ class _Known:
         mixed: (micro-step, parameter) where the ranks' buckets hold different parameters.
         claims: ranks that were wrong about the boundary.
         laws: laws that broke.
+        late: parameters whose bucket lacks what was added after the collective, and the words for it.
         infinite: whether something became infinite or NaN, or a step was left out by some ranks.
     """
 
@@ -72,6 +77,7 @@ class _Known:
     mixed: frozenset[tuple[int | None, int | None]]
     claims: tuple[Finding, ...]
     laws: frozenset[str]
+    late: Mapping[int | None, str]
     infinite: bool
 
 
@@ -87,6 +93,7 @@ def _gather(scene: Scene, found: Sequence[Found]) -> _Known:
         mixed=frozenset(mixed),
         claims=tuple(e.finding for e in found if e.finding.cause == "boundary_mismatch"),
         laws=frozenset(entry.finding.law for entry in found),
+        late=_added_late(found),
         infinite=any(
             e.finding.cause == "non_finite" or replicate.is_overflow(e.finding) for e in found
         ),
@@ -106,7 +113,25 @@ def _follows_within(now: _Known, entry: Found) -> bool:
         return "master" in now.laws
     if finding.law == "reduce" and (finding.micro_step, entry.param) in now.mixed:
         return True
+    if finding.law == "master" and entry.param in now.late:
+        return True
     return _after_boundary(finding, now.claims)
+
+
+def _added_late(found: Sequence[Found]) -> dict[int | None, str]:
+    """Return the parameters whose bucket lacks what the optimizer is given all the same, unreduced.
+
+    That is one fault, an addition after the collective: the bucket shows it first. The words for it
+    go with them.
+    """
+    lacking = {entry.param for entry in found if entry.finding.law == "pack"}
+    return {
+        entry.param: next(c.detail for c in entry.also if c.cause == "not_reduced")
+        for entry in found
+        if entry.finding.law == "master"
+        and entry.param in lacking
+        and any(candidate.cause == "not_reduced" for candidate in entry.also)
+    }
 
 
 def _follows_from_before(scene: Scene, before: _Known, entry: Found) -> bool:

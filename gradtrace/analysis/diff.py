@@ -30,6 +30,8 @@ from gradtrace.analysis.envelope import notes as envelope_notes
 from gradtrace.analysis.gate import Gate, compare_runs, some
 from gradtrace.analysis.growth import distance, grown
 from gradtrace.analysis.origins import compare_origins
+from gradtrace.analysis.precision import lost_precision
+from gradtrace.analysis.reported import pair_notes, paired_reports
 from gradtrace.analysis.results import (
     AuditResult,
     Blame,
@@ -67,6 +69,13 @@ def diff(
         Alignment(trace if isinstance(trace, Trace) else open_trace(trace))
         for trace in (baseline, candidate)
     ]
+    pairs = paired_reports(opened[0].trace, opened[1].trace)
+    result = _diff(opened, envelope)
+    notes = (*result.notes, *pair_notes(pairs))
+    return replace(result, reported=pairs, notes=notes)
+
+
+def _diff(opened: Sequence[Alignment], envelope: Sequence[str | Path | Trace]) -> DiffResult:
     gate = compare_runs(*opened)
     common = sorted(set(opened[0].steps) & set(opened[1].steps))
     problem = gate.problem
@@ -166,6 +175,9 @@ def _compare_step(walk: Walk, gate: Gate, sides: tuple[Side, Side], number_: int
     walk.counts.update(tally.counts)
     walk.widest = max(walk.widest, (tally.widest[0], f"{tally.widest[1]}, step {number_}"))
     walk.growth.append(growth_of(step, gate.pairs))
+    lost = None if walk.drifted else lost_precision(step)
+    if lost is not None:
+        walk.note(lost)
     if tally.outcomes:
         walk.first = min(tally.outcomes, key=lambda outcome: outcome.sort_key)
         walk.story = _story(step, walk.first.divergence, stories, report)

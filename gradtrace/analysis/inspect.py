@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gradtrace.analysis.reported import Reported, reported, reported_notes
 from gradtrace.trace.dtypes import DTYPES
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.reader import Trace, open_trace
@@ -73,6 +74,7 @@ class TraceInfo:
 
     Attributes:
         effective: settings as the optimizer objects hold them, equal on all ranks.
+        reported: what frameworks reported, beside what was recorded.
         effective_differs: setting -> rank -> value, where ranks do not agree.
         closed: rank -> why it ended, ``None`` when it never closed.
         perturbation: how the weights were moved on purpose before the run, or ``None``.
@@ -91,6 +93,7 @@ class TraceInfo:
     steps: tuple[StepInfo, ...]
     points: tuple[PointInfo, ...]
     gaps: tuple[Gap, ...]
+    reported: tuple[Reported, ...]
     closed: Mapping[int, str | None]
     notes: tuple[str, ...]
     perturbation: Mapping[str, Any] | None = None
@@ -116,6 +119,7 @@ class TraceInfo:
             "steps": [asdict(step) for step in self.steps],
             "points": [asdict(point) for point in self.points],
             "gaps": [asdict(gap) for gap in self.gaps],
+            "reported": [entry.to_dict() for entry in self.reported],
             "closed": {str(rank): reason for rank, reason in self.closed.items()},
             "notes": list(self.notes),
             "perturbation": None if self.perturbation is None else dict(self.perturbation),
@@ -133,6 +137,7 @@ def inspect(path: str | Path) -> TraceInfo:
     """
     trace = open_trace(path)
     manifest = trace.manifest
+    reports = reported(trace)
     same, differs = _effective(trace)
     return TraceInfo(
         path=str(path),
@@ -153,8 +158,9 @@ def inspect(path: str | Path) -> TraceInfo:
         steps=_steps(trace),
         points=tuple(_point(trace, point) for point in POINT_NAMES),
         gaps=tuple(gap for rank in trace.ranks.values() for gap in rank.gaps),
+        reported=reports,
         closed={number: rank.closed for number, rank in trace.ranks.items()},
-        notes=trace.notes,
+        notes=(*trace.notes, *reported_notes(reports)),
         perturbation=manifest.perturbation,
     )
 

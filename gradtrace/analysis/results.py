@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gradtrace.analysis.reported import Reported
 from gradtrace.analysis.series import Envelope, Growth
 from gradtrace.analysis.series import encoded as _number
 
@@ -197,6 +198,7 @@ class AuditResult:
         laws: name -> counts, for every law of `LAWS`.
         notes: what a reader should know.
         lost: something that should be there is not, so that a law could not be checked.
+        reported: what frameworks reported, beside what was recorded.
         path: the hops of the first finding's parameter through its step, in causal order; what breaks
             behind the finding is judged by its own inputs, and mostly intact.
     """
@@ -207,6 +209,7 @@ class AuditResult:
     laws: Mapping[str, LawCount]
     notes: tuple[str, ...]
     lost: bool = False
+    reported: tuple[Reported, ...] = ()
     path: tuple[Hop, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,6 +220,7 @@ class AuditResult:
             "verdict": self.verdict,
             "first": None if self.first is None else self.first.to_dict(),
             "laws": {name: count.to_dict() for name, count in self.laws.items()},
+            "reported": [entry.to_dict() for entry in self.reported],
             "notes": list(self.notes),
             "findings": [finding.to_full_dict() for finding in self.findings],
             "path": [hop.to_dict() for hop in self.path],
@@ -311,6 +315,7 @@ class DiffResult:
             of one parameter each.
         growth: one entry a step, of all steps that both runs hold, in order.
         envelope: where perturbed runs of the baseline were given.
+        reported: what frameworks reported of the same step of both runs.
         baseline_audit, candidate_audit: the audits that blame rests on, when they were made.
     """
 
@@ -323,6 +328,7 @@ class DiffResult:
     envelope: Envelope | None = None
     baseline_audit: AuditResult | None = None
     candidate_audit: AuditResult | None = None
+    reported: tuple[tuple[Reported, Reported], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what ``diff --json`` prints."""
@@ -333,6 +339,10 @@ class DiffResult:
             "first": None if self.first is None else self.first.to_dict(),
             "blame": None if self.blame is None else self.blame.to_dict(),
             "counts": dict(self.counts),
+            "reported": [
+                {"step": one.step, "baseline": one.to_dict(), "candidate": two.to_dict()}
+                for one, two in self.reported
+            ],
             "growth": [entry.to_dict() for entry in self.growth],
             "envelope": None if self.envelope is None else self.envelope.to_dict(),
             "notes": list(self.notes),

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from gradtrace.analysis.reported import Reported, reported
 from gradtrace.errors import NoSuchRecordError
 from gradtrace.trace import points, schema
 from gradtrace.trace.digest import MEMBERS as DIGEST_MEMBERS
@@ -136,11 +137,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class ShowResult:
-    """Hold what ``show`` says: the records that match, and one in full when it is the only one."""
+    """Hold what ``show`` says: the records that match, and one in full when it is the only one.
+
+    Attributes:
+        reported: what frameworks reported of the one step that all matches are of.
+    """
 
     path: str
     matches: tuple[Match, ...]
     record: View | None
+    reported: tuple[Reported, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what ``show --json`` prints."""
@@ -150,6 +156,7 @@ class ShowResult:
             "path": self.path,
             "record": None if self.record is None else self.record.to_dict(),
             "matches": [asdict(match) for match in self.matches],
+            "reported": [entry.to_dict() for entry in self.reported],
         }
 
 
@@ -170,7 +177,9 @@ def show(path: str | Path, query: Query, count: int = 8) -> ShowResult:
     records = _select(trace, query, param)
     matches = tuple(_match(trace, record) for record in records)
     view = _view(trace, records[0], matches[0], param, count) if len(records) == 1 else None
-    return ShowResult(str(path), matches, view)
+    steps = {match.step for match in matches}
+    reports = tuple(entry for entry in reported(trace) if {entry.step} == steps)
+    return ShowResult(str(path), matches, view, reports)
 
 
 def _parameter(trace: Trace, name: str) -> int:

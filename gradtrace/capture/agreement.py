@@ -13,6 +13,8 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 
 from gradtrace import errors
+from gradtrace.capture.options import CaptureOptions
+from gradtrace.trace import schema
 from gradtrace.trace.records import Header, Manifest
 from gradtrace.trace.spans import Layout
 from gradtrace.trace.writer import RankWriter, claim_directory, write_manifest
@@ -34,12 +36,12 @@ def guarded(prepare: Callable[[], _ready], make: Callable[[_ready], _made]) -> _
         raise
 
 
-def agree_on_run(path: Path, manifest: Callable[[str], Manifest]) -> str:
+def agree_on_run(path: Path, options: CaptureOptions, manifest: Callable[[str], Manifest]) -> str:
     """Return the run id; rank 0 claims the directory and writes the manifest first.
 
     Raises:
         TraceExistsError: the directory already holds a trace, on rank 0 or here.
-        BadOptionError: the directory cannot be written.
+        BadOptionError: the directory cannot be written, or this rank was given other options.
     """
     if torch.distributed.get_rank() == 0:
         run_id = uuid.uuid4().hex
@@ -48,7 +50,7 @@ def agree_on_run(path: Path, manifest: Callable[[str], Manifest]) -> str:
             write_manifest(path, manifest(run_id))
         except OSError as error:
             _unwritable(path, error)
-        _store().set(_key(), json.dumps({"run_id": run_id}))
+        _store().set(_key(), json.dumps({"run_id": run_id, "plan": options.plan()}))
         return run_id
     store = _store()
     store.wait([_key()], _WAIT)
@@ -57,6 +59,14 @@ def agree_on_run(path: Path, manifest: Callable[[str], Manifest]) -> str:
         known = {cls.slug: cls for cls in _all_errors(errors.GradtraceError)}
         cls = known[answer["error"].pop("slug")]
         raise cls(**answer["error"])
+    for name, value in options.plan().items():
+        if answer["plan"][name] != value:
+            raise errors.BadOptionError(
+                f"{name} {value!r} on rank {torch.distributed.get_rank()}"[:200],
+                where=options.named(name),
+                expected=f"what rank 0 has, {answer['plan'][name]!r}"[:200],
+                remedy="Give every rank the same options: set the environment alike on all hosts.",
+            )
     return str(answer["run_id"])
 
 
@@ -71,6 +81,7 @@ def claim_rank(
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _check_alone(path, run_id)
         return RankWriter(path, run_id, header, layouts)
     except FileExistsError:
         raise errors.TraceExistsError(
@@ -81,6 +92,32 @@ def claim_rank(
         ) from None
     except OSError as error:
         _unwritable(path, error)
+
+
+def _check_alone(path: Path, run_id: str) -> None:
+    """Refuse a host's own directory that holds files of another run.
+
+    Rank 0 looked at the directory that it sees; without a shared file system that is another one.
+    """
+    manifest = path / schema.MANIFEST
+    found = [manifest] if manifest.is_file() else path.glob(f"rank-*/{schema.HEADER}")
+    for file in found:
+        if _run_of(file) not in (run_id, None):
+            raise errors.TraceExistsError(
+                f"the directory already holds {file.relative_to(path)} of another run",
+                where=str(path),
+                expected="a new or empty directory on every host",
+                remedy="Choose another output directory, or move the old trace away.",
+            )
+
+
+def _run_of(file: Path) -> str | None:
+    """Return the run that a sealed file belongs to; ``None`` where it does not say."""
+    try:
+        run_id = json.loads(file.read_bytes())["run_id"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return run_id if isinstance(run_id, str) else None
 
 
 def _unwritable(path: Path, error: OSError) -> NoReturn:

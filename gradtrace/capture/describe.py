@@ -14,7 +14,7 @@ import torch
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Adapter, Model
 from gradtrace.capture.batch import describe_tensor
-from gradtrace.capture.options import CaptureOptions
+from gradtrace.capture.options import SECTION, CaptureOptions
 from gradtrace.capture.perturb import perturbation_of
 from gradtrace.capture.snapshot import dtype_name, resolve
 from gradtrace.errors import BadOptionError
@@ -105,7 +105,7 @@ def check_plan(subject: Subject, options: CaptureOptions) -> None:
     if absent:
         raise BadOptionError(
             f"ranks {', '.join(map(str, absent[:5]))}",
-            where="capture option ranks",
+            where=options.named("ranks"),
             expected=f"global ranks below the world size, {world_size}",
             remedy="Correct the numbers.",
         )
@@ -118,7 +118,7 @@ def check_plan(subject: Subject, options: CaptureOptions) -> None:
     if not any(options.selects_param(name) for name in trainable):
         raise BadOptionError(
             f"params {', '.join(options.params)[:200]!r}, which match no trainable parameter",
-            where="capture option params",
+            where=options.named("params"),
             expected=f"globs over names such as {', '.join(trainable[:3])}",
             remedy="Correct the globs.",
         )
@@ -126,7 +126,7 @@ def check_plan(subject: Subject, options: CaptureOptions) -> None:
     if len(missing) == len(options.points):
         raise BadOptionError(
             f"points {'; '.join(missing)[:300]}",
-            where="capture option points",
+            where=options.named("points"),
             expected="at least one point that this configuration has",
             remedy="Choose other points; docs/format.md says which stage has which.",
         )
@@ -154,7 +154,10 @@ def manifest(run_id: str, subject: Subject, options: CaptureOptions) -> Manifest
                 zip(model.names, model.parameters, strict=True)
             )
         ),
-        ds_config=resolve(select.ds_config(model.engine)),
+        # Its own section is in the plan: two runs that record different steps train alike.
+        ds_config=resolve(
+            {k: v for k, v in select.ds_config(model.engine).items() if k != SECTION}
+        ),
         packages=select.packages(),
         created_s=time.time(),
         perturbation=subject.perturbation,

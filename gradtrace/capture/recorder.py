@@ -50,6 +50,7 @@ class Recorder:
         self._clock = clock
         self._captured = captured
         self._queue = queue
+        self._ended: int | None = None  # the last step that was closed
         self._records = 0
         self._gaps = 0
         self._seen = 0  # sightings of gradients, whether or not the plan selects anything of them
@@ -154,6 +155,26 @@ class Recorder:
                 gaps=gaps,
                 partial=partial,
                 facts=resolve(held),
+            )
+
+        self._ended = step
+        self._put(job, 0)
+
+    def report(
+        self, values: Mapping[str, Any], *, steps: int, source: str, framework_step: int | None
+    ) -> None:
+        """Note what a framework reported, if the step that ended last is in the trace."""
+        step = self._clock.step - 1
+        if step != self._ended or steps > step + 1:
+            return
+
+        def job(writer: RankWriter) -> None:
+            writer.add_report(
+                step,
+                steps=steps,
+                source=source,
+                framework_step=framework_step,
+                values=resolve(values),
             )
 
         self._put(job, 0)

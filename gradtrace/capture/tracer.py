@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,14 +20,15 @@ from gradtrace.capture.backward import BackwardWatch
 from gradtrace.capture.batch import describe_batch
 from gradtrace.capture.clock import StepClock
 from gradtrace.capture.describe import Subject
-from gradtrace.capture.options import CaptureOptions, parse_options
+from gradtrace.capture.options import SECTION, CaptureOptions, choose_options
 from gradtrace.capture.patching import Patches, add_hook
 from gradtrace.capture.queue import WriterQueue
 from gradtrace.capture.recorder import Recorder
 from gradtrace.capture.snapshot import Sighting, whole
 from gradtrace.errors import AlreadyWrappedError
+from gradtrace.trace.schema import MANIFEST, rank_dir
 
-_MARK: Final = "_gradtrace_tracer"
+_open: list[Tracer] = []
 
 
 def wrap(
@@ -37,10 +38,10 @@ def wrap(
     steps: str | int | Iterable[int] | None = None,
     params: str | Sequence[str] | None = None,
     points: str | Sequence[str] | None = None,
-    ranks: str | Iterable[int] | None = None,
-    mode: str = "full",
+    ranks: str | int | Iterable[int] | None = None,
+    mode: str | None = None,
     max_bytes: int | None = None,
-    on_error: str = "disarm",
+    on_error: str | None = None,
 ) -> Tracer:
     """Trace a DeepSpeed engine from now until the tracer is closed.
 
@@ -51,24 +52,25 @@ def wrap(
     Args:
         engine: what ``deepspeed.initialize`` returned first.
         out_dir: directory of the new trace; it must not hold one.
-        steps, params, points, ranks, mode, max_bytes, on_error: see `parse_options`.
+        steps, params, points, ranks, mode, max_bytes, on_error: see `parse_options`. ``None`` leaves an
+            option to its ``GRADTRACE_*`` variable, then to the ``"gradtrace"`` section of the ds_config.
 
     Raises:
         NotAnEngineError, UnsupportedEngineError, ProbeError, BadOptionError, TraceExistsError,
         AlreadyWrappedError: nothing was replaced, nothing was overwritten.
     """
-    options = parse_options(
-        steps=steps,
-        params=params,
-        points=points,
-        ranks=ranks,
-        mode=mode,
-        max_bytes=max_bytes,
-        on_error=on_error,
-    )
+    given = {
+        "steps": steps,
+        "params": params,
+        "points": points,
+        "ranks": ranks,
+        "mode": mode,
+        "max_bytes": max_bytes,
+        "on_error": on_error,
+    }
 
-    def prepare() -> Subject:
-        if getattr(engine, _MARK, False) is True:
+    def prepare() -> tuple[CaptureOptions, Subject]:
+        if tracer_of(engine) is not None:
             raise AlreadyWrappedError(
                 "an engine that is being traced already",
                 where="wrap(engine, ...)",
@@ -76,11 +78,18 @@ def wrap(
                 remedy="Close the first tracer before wrapping again; under 'gradtrace run', which wraps "
                 "every engine, take the script's own wrap() out.",
             )
+        select.check_engine(engine)
+        options = choose_options(given, select.ds_config(engine).get(SECTION))
         subject = describe.examine(engine)
         describe.check_plan(subject, options)
-        return subject
+        return options, subject
 
-    return agreement.guarded(prepare, lambda subject: Tracer(out_dir, options, subject))
+    return agreement.guarded(prepare, lambda ready: Tracer(out_dir, *ready))
+
+
+def tracer_of(engine: Any) -> Tracer | None:
+    """Return the open tracer of an engine, or ``None``."""
+    return next((tracer for tracer in _open if tracer.traces(engine)), None)
 
 
 class Tracer:
@@ -95,6 +104,7 @@ class Tracer:
         self.path = Path(out_dir)
         self.rank = torch.distributed.get_rank()
         self._options = options
+        self._planned = options.ranks or frozenset(range(torch.distributed.get_world_size()))
         self._subject = subject
         self._model = subject.model
         self._pid = os.getpid()
@@ -104,11 +114,13 @@ class Tracer:
         self._partial = subject.adapter.window_open(subject.model)
         self._bypassed_in: int | None = None
         self._carried: dict[int, bool] = {}
+        self._reported: tuple[Any, ...] = ()
         self._weighed: int | None = None  # the step whose weights are recorded
         self._accumulates = "local_accum" in options.points and "local_accum" not in subject.absent
         run_id = agreement.agree_on_run(
-            self.path, lambda run: describe.manifest(run, subject, options)
+            self.path, options, lambda run: describe.manifest(run, subject, options)
         )
+        _open.append(self)
         self._queue: WriterQueue | None = None
         if options.ranks is not None and self.rank not in options.ranks:
             return
@@ -138,17 +150,59 @@ class Tracer:
         if self._closed or os.getpid() != self._pid:
             return  # a forked child inherits the tracer, but not the writer thread
         self._closed = True
+        if self in _open:
+            _open.remove(self)
         if self._queue is None:
             return
         self._recorder.stop()
         atexit.unregister(self.close)
         foreign = self._patches.restore()
-        vars(self._model.engine).pop(_MARK, None)
         if foreign:
             self._recorder.warn(f"{', '.join(foreign)}: replaced by others meanwhile, left so")
         self._queue.close(reason)
         if self._queue.failure is not None:
             self._recorder.warn(f"the trace is incomplete: {self._queue.failure}")
+
+    def traces(self, engine: Any) -> bool:
+        """Say whether this is the tracer of an engine."""
+        return self._model.engine is engine
+
+    def report(
+        self,
+        source: str,
+        *,
+        loss: float | None = None,
+        grad_norm: float | None = None,
+        lr: float | None = None,
+        steps: int = 1,
+        framework_step: int | None = None,
+    ) -> None:
+        """Record what a framework tells its user of the step that ended last, to be compared.
+
+        Reports of steps that are not recorded are left out.
+
+        Args:
+            source: who reports, such as ``transformers.Trainer``.
+            loss: averaged over ranks and ``steps``, summed over micro-steps as they are weighted.
+            grad_norm: global norm of the gradient before clipping.
+            lr: learning rate of the first group.
+            steps: over how many steps the loss is averaged.
+            framework_step: the step as the framework counts.
+        """
+        told = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        values = {name: float(value) for name, value in told.items() if value is not None}
+        report = (self.step, source, values, steps)
+        if report == self._reported:  # a second callback in one Trainer
+            return
+        self._reported = report
+        if values and not self._closed and self._queue is not None:
+            self._recorder.report(values, steps=steps, source=source, framework_step=framework_step)
+
+    def whole(self) -> bool:
+        """Say whether the directories of all planned ranks are here, as on a shared file system."""
+        return (self.path / MANIFEST).is_file() and all(
+            (self.path / rank_dir(rank)).is_dir() for rank in self._planned
+        )
 
     @property
     def step(self) -> int:
@@ -159,7 +213,6 @@ class Tracer:
 
     def _install(self, captured: frozenset[int]) -> None:
         model = self._model
-        object.__setattr__(model.engine, _MARK, True)
         by_method: dict[tuple[int, str], list[select.Resolved]] = {}
         for resolved in self._subject.probes:
             if resolved.probe.point in self._options.points:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 import click
@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "show": "Show one record: statistics, values, where it came from.",
     "verify": "Check the integrity of every file of a trace.",
     "report": "Write one file to attach to a bug report: no weights, no data.",
+    "merge": "Make one trace of the directories that several hosts wrote.",
 }
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
@@ -62,7 +63,10 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="gradtrace")
 @click.option("--debug", is_flag=True, help="Print the traceback of an internal error.")
-def group(debug: bool) -> None:
+@click.option(
+    "--local_rank", hidden=True
+)  # of the deepspeed launcher; 'run' hands it to the script
+def group(debug: bool, local_rank: str | None) -> None:
     """Say where and why two DeepSpeed ZeRO runs stop agreeing."""
 
 
@@ -82,12 +86,27 @@ def run(argv: Sequence[str]) -> int:
         The exit status (DESIGN section 7).
 
     Raises:
-        SystemExit: the script that ``gradtrace run`` ran ended with it.
+        BaseException: what the script ended with that ``gradtrace run`` ran.
     """
-    as_json = wants_json(argv)
-    _make_streams_lenient()
+    launch = _guarded(argv, lambda: _invoke(list(argv)))
+    if not callable(launch):
+        return launch
+    # A script ends as it would have without gradtrace: nothing of its own is caught here.
     try:
-        status = _invoke(list(argv))
+        return launch()
+    except GradtraceError as error:
+        return failure.report(failure.of_error(error), as_json=False)
+
+
+def _guarded(
+    argv: Sequence[str], work: Callable[[], int | Callable[[], int]]
+) -> int | Callable[[], int]:
+    """Turn whatever happens in a command into an exit status."""
+    as_json = wants_json(argv)
+    try:
+        if not runs_script(argv):
+            _make_streams_lenient()
+        status = work()
         sys.stdout.flush()
     except GradtraceError as error:
         return failure.report(failure.of_error(error), as_json)
@@ -112,21 +131,25 @@ def run(argv: Sequence[str]) -> int:
 
 def wants_json(argv: Sequence[str]) -> bool:
     """Say whether the command line asks for JSON; the arguments of a script do not count."""
-    words = [word for word in argv if not word.startswith("-")]
-    if words[:1] == ["run"]:
+    if runs_script(argv):
         return False
     own = argv[: list(argv).index("--")] if "--" in argv else argv
     return "--json" in own
 
 
-def _invoke(argv: list[str]) -> int:
+def runs_script(argv: Sequence[str]) -> bool:
+    """Say whether the command line runs a script: then the streams and what follows are its own."""
+    return [word for word in argv if not word.startswith("-")][:1] == ["run"]
+
+
+def _invoke(argv: list[str]) -> int | Callable[[], int]:
     """Parse and run; click's own main is not used, for it turns a broken pipe into status 1."""
     try:
         with group.make_context("gradtrace", argv) as context:
             result = group.invoke(context)
     except click.exceptions.Exit as leave:
         return leave.exit_code
-    return result if isinstance(result, int) else 0
+    return result if isinstance(result, int) or callable(result) else 0
 
 
 def _of_usage(error: click.ClickException) -> failure.Failure:

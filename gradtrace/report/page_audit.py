@@ -20,6 +20,7 @@ from gradtrace.report.page import (
     section,
     sections,
 )
+from gradtrace.report.page_reported import reported_section
 
 _MOST_FINDINGS = 8
 
@@ -49,6 +50,7 @@ def audit_page(result: AuditResult, path: str) -> Page:
                 Prose("worst: largest error over its rounding bound; exact hops have 0.", "dim"),
             ),
             section("Skipped", _skipped(result)),
+            reported_section(result.reported),
             notes(result.notes),
         ),
     )

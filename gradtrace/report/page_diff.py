@@ -24,6 +24,7 @@ from gradtrace.report.page import (
     sections,
 )
 from gradtrace.report.page_audit import bound_text, error_text, notes
+from gradtrace.report.page_reported import pairs_section
 
 _MOST_STEPS = 20
 _Entry = TypeVar("_Entry")
@@ -50,6 +51,7 @@ def diff_page(result: DiffResult, baseline: str, candidate: str) -> Page:
             _envelope(result.envelope),
             _growth(result.growth),
             _counts(result),
+            pairs_section(result.reported),
             notes(result.notes),
         ),
     )

@@ -25,6 +25,8 @@ from gradtrace.report.page import (
 )
 from gradtrace.report.page_audit import notes
 from gradtrace.report.page_digest import TABLED, batch_table, digest_table
+from gradtrace.report.page_reported import reported_section
+from gradtrace.trace.merge import MergeResult
 from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.schema import decode_float
 
@@ -52,6 +54,7 @@ def info_page(info: TraceInfo) -> Page:
             section("Settings in effect", _settings(info)),
             section("Points", _points(info)),
             section("Steps", _steps(info.steps)),
+            reported_section(info.reported),
             section("Gaps", _gaps(info)),
             notes(info.notes),
         ),
@@ -231,7 +234,7 @@ def _gaps(info: TraceInfo) -> Table | None:
 def show_page(result: ShowResult) -> Page:
     """Lay out one record, or the list of those that match."""
     if result.record is not None:
-        return _record_page(result.path, result.record)
+        return _record_page(result.path, result.record, reported_section(result.reported))
     shown = result.matches[:_MOST_ROWS]
     hidden = len(result.matches) - len(shown)
     return Page(
@@ -245,7 +248,8 @@ def show_page(result: ShowResult) -> Page:
                 "Records",
                 _matches(shown),
                 Items((Cell(f"and {hidden} more", "dim"),)) if hidden else None,
-            )
+            ),
+            reported_section(result.reported),
         ),
     )
 
@@ -279,7 +283,7 @@ def _matches(matches: tuple[Match, ...]) -> Table:
     )
 
 
-def _record_page(path: str, view: View) -> Page:
+def _record_page(path: str, view: View, reports: Section | None) -> Page:
     match = view.match
     named = view.param if view.param is not None else match.unit
     when = words.place(match.step, match.micro_step)
@@ -297,6 +301,7 @@ def _record_page(path: str, view: View) -> Page:
             section(
                 "Facts", facts(*(_fact(k, v) for k, v in view.facts.items() if k not in TABLED))
             ),
+            reports,
         ),
     )
 
@@ -390,6 +395,27 @@ def verify_page(result: VerifyResult) -> Page:
                 ),
             ),
             section("Shards", _files(result)),
+            notes(result.notes),
+        ),
+    )
+
+
+def merge_page(result: MergeResult) -> Page:
+    """Lay out what was brought together."""
+    came: dict[str, list[str]] = {}
+    for rank, place in result.ranks.items():
+        came.setdefault(place, []).append(str(rank))
+    copied = result.files - result.linked
+    return Page(
+        title=f"merge {result.path}",
+        verdict=f"{result.path} holds {words.plural(len(result.ranks), 'rank')}",
+        tone="good",
+        lead=f"{words.plural(result.files, 'file')}: {result.linked} linked, {copied} copied.",
+        sections=sections(
+            section(
+                "Ranks",
+                facts(*((place, words.listing(ranks, 12)) for place, ranks in came.items())),
+            ),
             notes(result.notes),
         ),
     )

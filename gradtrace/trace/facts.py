@@ -147,6 +147,7 @@ _STEP: Final[Mapping[str, Fits]] = {
     "engine_global_samples": _count,
     "boundary": _flag,
 }
+_REPORT: Final[Mapping[str, Fits]] = dict.fromkeys(("loss", "grad_norm", "lr"), _number)
 _EFFECTIVE: Final[Mapping[str, Fits]] = {
     **dict.fromkeys(
         (
@@ -217,6 +218,11 @@ def fault_of_record(point: str, facts: Mapping[str, Any]) -> str | None:
 def fault_of_step(facts: Mapping[str, Any]) -> str | None:
     """Say which known member of a step's facts is not what it must be, or ``None``."""
     return _fault(_STEP, facts)
+
+
+def fault_of_report(values: Mapping[str, Any]) -> str | None:
+    """Say which known value of a report is not what it must be, or ``None``."""
+    return _fault(_REPORT, values)
 
 
 def fault_of_settings(effective: Mapping[str, Any]) -> str | None:

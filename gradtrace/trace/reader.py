@@ -23,7 +23,16 @@ from gradtrace.errors import (
 )
 from gradtrace.trace import schema, validate
 from gradtrace.trace.dtypes import DTYPES, Float64, to_float64
-from gradtrace.trace.records import Gap, Header, Manifest, RankTrace, Record, Shard, StepEnd
+from gradtrace.trace.records import (
+    Gap,
+    Header,
+    Manifest,
+    RankTrace,
+    Record,
+    Report,
+    Shard,
+    StepEnd,
+)
 from gradtrace.trace.shards import ShardReader
 from gradtrace.trace.spans import PADDING, Layout, layout_numel
 
@@ -122,7 +131,7 @@ def open_trace(path: str | Path) -> Trace:
                 f"no {schema.HEADER} for rank {rank}",
                 where=str(directory),
                 expected=f"the files of {len(manifest.ranks)} ranks (run of {manifest.world_size})",
-                remedy="Copy that rank's directory from the host that wrote it.",
+                remedy="Bring the hosts' directories together: gradtrace merge OUT DIR...",
             )
         ranks[rank] = _read_rank(directory, rank, manifest, notes)
     return Trace(root, manifest, ranks, _complete_steps(ranks, notes), tuple(notes), {})
@@ -251,6 +260,7 @@ class _Index:
         self._records: list[Record] = []
         self._gaps: list[Gap] = []
         self._steps: dict[int, StepEnd] = {}
+        self._reports: list[Report] = []
         self._shards: dict[str, Shard] = {}
         self._open_step: int | None = None
         self._admitted: set[tuple[int, bool]] = set()
@@ -321,6 +331,13 @@ class _Index:
             self._steps[end.step] = end
             self._open_step = None
             self._identities.clear()
+        elif kind == "report":
+            report = validate.report(fields, rank)
+            if report.step not in self._steps:
+                validate.damaged(
+                    f"a report of step {report.step}", fields.where, "a step that ended"
+                )
+            self._reports.append(report)
         else:
             validate.damaged(f"a line of kind {kind[:20]!r}", fields.where, "a kind of version 1")
 
@@ -390,7 +407,12 @@ class _Index:
                 "only what the index refers to" if self.closed else "no segment missing in between",
             )
         if self._open_step is not None:
-            notes.append(f"rank {rank}: step {self._open_step} was not finished and is not judged")
+            open_ = [r.micro_step for r in self._records if r.step == self._open_step]
+            ran = 1 + max((m for m in open_ if m is not None), default=-1)
+            notes.append(
+                f"rank {rank}: step {self._open_step} was not finished and is not judged "
+                f"(micro-steps recorded of it: {ran})"
+            )
 
     def result(self) -> RankTrace:
         return RankTrace(
@@ -400,6 +422,7 @@ class _Index:
             gaps=tuple(self._gaps),
             steps=self._steps,
             shards=self._shards,
+            reports=tuple(self._reports),
             closed=self.closed,
         )
 

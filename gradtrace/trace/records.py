@@ -183,6 +183,26 @@ class StepEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """Hold what a framework told its user of steps that ended.
+
+    Attributes:
+        step: the last of them, as the tracer counts.
+        steps: over how many steps the loss is averaged.
+        source: who said it, such as ``transformers.Trainer``.
+        framework_step: the step as the framework counts, or ``None``.
+        values: of ``loss``, ``grad_norm`` and ``lr`` what was reported.
+    """
+
+    rank: int
+    step: int
+    steps: int
+    source: str
+    framework_step: int | None
+    values: Facts
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Describe one sealed safetensors file.
 
@@ -207,4 +227,5 @@ class RankTrace:
     gaps: tuple[Gap, ...]
     steps: Mapping[int, StepEnd]
     shards: Mapping[str, Shard]
+    reports: tuple[Report, ...]
     closed: str | None  # the reason in the final end line, or None when the rank never closed

@@ -14,7 +14,16 @@ from gradtrace.errors import DamagedTraceError
 from gradtrace.trace import facts as fact_checks
 from gradtrace.trace import points
 from gradtrace.trace.dtypes import DTYPES
-from gradtrace.trace.records import Gap, Header, Manifest, Parameter, Record, Shard, StepEnd
+from gradtrace.trace.records import (
+    Gap,
+    Header,
+    Manifest,
+    Parameter,
+    Record,
+    Report,
+    Shard,
+    StepEnd,
+)
 from gradtrace.trace.spans import PADDING, Layout, Span
 
 MAX_COUNT = 2**48  # more elements, bytes or ranks than any run has
@@ -342,4 +351,23 @@ def step_end(fields: Fields, rank: int) -> StepEnd:
         gaps=fields.count("gaps"),
         partial=fields.flag("partial"),
         facts=facts,
+    )
+
+
+def report(fields: Fields, rank: int) -> Report:
+    """Read a report line."""
+    steps = fields.count("steps")
+    if steps < 1 or steps > fields.count("step") + 1:
+        damaged(f"steps = {steps}", fields.where, "steps that the tracer counted")
+    values = fields.table("values")
+    fault = fact_checks.fault_of_report(values)
+    if fault is not None:
+        damaged(fault, fields.where, "what docs/format.md says of it")
+    return Report(
+        rank=rank,
+        step=fields.count("step"),
+        steps=steps,
+        source=fields.text("source"),
+        framework_step=fields.maybe_count("framework_step"),
+        values=values,
     )

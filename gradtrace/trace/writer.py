@@ -272,6 +272,21 @@ class RankWriter:
         if now_s - self._sealed_at_s >= due_s:
             self.seal()
 
+    def add_report(
+        self, step: int, *, steps: int, source: str, framework_step: int | None, values: Facts
+    ) -> None:
+        """State what a framework reported of steps that ended, the last of which is ``step``."""
+        self._lines.append(
+            {
+                "kind": "report",
+                "step": step,
+                "steps": steps,
+                "source": source,
+                "framework_step": framework_step,
+                "values": dict(values),
+            }
+        )
+
     def seal(self, final_reason: str | None = None) -> None:
         """Write what is pending: first the shard, then the segment that refers to it.
 

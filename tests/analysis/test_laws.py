@@ -222,6 +222,9 @@ def test_boundary_and_order(tmp_path):
     )
     assert result.first.rank is None  # of two ranks neither is the odd one
     assert len(result.findings) == 1  # the wrong sums follow from it
+    assert result.first.folded  # every parameter that another one is added to is named
+    assert result.first.param in result.first.detail
+    assert any(name in result.first.detail for name in result.first.folded)
     assert any("follow from a finding above" in note for note in result.notes)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.capture.options import parse_options
+from gradtrace.capture.options import choose_options, parse_options
 from gradtrace.errors import BadOptionError
 
 
@@ -91,3 +91,65 @@ def test_the_plan_says_what_was_asked_for() -> None:
         "max_bytes": 9,
         "on_error": "disarm",
     }
+
+
+def test_the_caller_goes_before_the_environment_before_the_section(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = {"steps": "0:1", "params": ["a.*"], "max_bytes": 7, "on_error": "raise"}
+    monkeypatch.setenv("GRADTRACE_STEPS", "0:2")
+    monkeypatch.setenv("GRADTRACE_PARAMS", "b.*")
+    monkeypatch.setenv("GRADTRACE_OUT", "somewhere")  # no capture option
+    options = choose_options({"steps": "0:3", "mode": None}, section)
+    plan = options.plan()
+    assert (plan["steps"], plan["params"], plan["max_bytes"]) == ("0:3", ["b.*"], 7)
+    assert (plan["on_error"], plan["mode"]) == ("raise", "full")
+    assert options.named("steps") == "capture option steps"
+    assert options.named("params") == (
+        "capture option params, from environment variable GRADTRACE_PARAMS"
+    )
+    assert options.named("max_bytes").endswith("section 'gradtrace' of the ds_config")
+
+
+@pytest.mark.parametrize(
+    ("section", "where"),
+    [
+        ({"steps": "x"}, "capture option steps, from section 'gradtrace' of the ds_config"),
+        ({"steps": {"from": 0}}, "capture option steps, from section 'gradtrace' of the ds_config"),
+        ({"steps": 1.5}, "capture option steps, from section 'gradtrace' of the ds_config"),
+        ({"params": [1]}, "capture option params, from section 'gradtrace' of the ds_config"),
+        ({"ranks": True}, "capture option ranks, from section 'gradtrace' of the ds_config"),
+        ({"max_bytes": "1"}, "capture option max_bytes, from section 'gradtrace' of the ds_config"),
+        ({"enabled": True}, "section 'gradtrace' of the ds_config"),
+        ({"out": "traces"}, "section 'gradtrace' of the ds_config"),
+        ([], "section 'gradtrace' of the ds_config"),
+    ],
+)
+def test_a_bad_section_is_named(section: object, where: str) -> None:
+    with pytest.raises(BadOptionError) as caught:
+        choose_options({}, section)  # type: ignore[arg-type]
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "where"),
+    [
+        ("GRADTRACE_STEPS", "x", "GRADTRACE_STEPS"),
+        ("GRADTRACE_MAX_BYTES", "1e9", "GRADTRACE_MAX_BYTES"),
+        ("GRADTRACE_ON_ERROR", "ignore", "GRADTRACE_ON_ERROR"),
+        ("GRADTRACE_STEP", "0:2", "the environment"),
+    ],
+)
+def test_a_bad_variable_is_named(
+    variable: str, value: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(BadOptionError) as caught:
+        choose_options({})
+    assert where in caught.value.where
+    assert variable in str(caught.value)
+
+
+def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADTRACE_CATALOG", "whole")
+    assert choose_options({}) == parse_options()

@@ -345,7 +345,7 @@ def _wrong(one: Draw, struck: dict[tuple[int, str], float], result: AuditResult)
     if (fault.law, fault.kind) == ("master", "non_finite") and one.config.startswith("z0-bf16"):
         may = must = set()  # the step is left out before the optimizer is given anything
     if fault.kind == "order_mismatch":
-        must = {first.param} if first.param in may else may  # either of the two that meet
+        must = may  # both that meet
     if not must <= named <= may:
         yield f"parameters {sorted(named)} of {sorted(must)}"
     named_rank = first.rank if first.guilty is None else first.guilty

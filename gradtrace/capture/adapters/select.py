@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.metadata
 import inspect
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -46,7 +49,16 @@ def deepspeed_version() -> str:
 def packages() -> dict[str, str]:
     """Return the versions that a verdict may depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("deepspeed", "numpy", "gradtrace", "transformers", "accelerate", "trl"):
+    for name in (
+        "deepspeed",
+        "numpy",
+        "gradtrace",
+        "transformers",
+        "accelerate",
+        "trl",
+        "lightning",
+        "pytorch-lightning",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -350,6 +362,32 @@ def step_facts(model: Model, scale: float) -> dict[str, Any]:
     }
 
 
+def trains(engine: Any) -> bool:
+    """Say whether an engine has an optimizer: one that only holds a model has no gradient path.
+
+    ZeRO-3 gives an engine without one a ``DeepSpeedZeRoOffload`` in its place, bf16 a BF16_Optimizer.
+    Source: DeepSpeed 0.19.8, runtime/engine.py:687.
+    """
+    return getattr(engine, "basic_optimizer", engine.optimizer) is not None
+
+
+def engine_of(module: torch.nn.Module | None) -> Any | None:
+    """Return the training engine of DeepSpeed's that holds a module, or ``None``.
+
+    For frameworks that make the engine out of sight: it is looked for among all living objects.
+    """
+    if module is None or "deepspeed" not in sys.modules:
+        return None
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    # No event of Trainer's hands the engine, or the Trainer, to a callback: only the model inside it.
+    for held in gc.get_objects():
+        # type(), not isinstance(): that asks the object, and proxies answer with work of their own.
+        if issubclass(type(held), DeepSpeedEngine) and held.module is module and trains(held):
+            return held
+    return None
+
+
 def patch_initialize(
     on_engine: Callable[[Any], None], on_model: Callable[[Any], None] | None = None
 ) -> Callable[[], None]:
@@ -373,6 +411,7 @@ def patch_initialize(
 
     original = deepspeed.initialize
 
+    @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         on_engine(made[0])

@@ -180,10 +180,18 @@ def _suspected(step: Step, micro_step: int | None, rank: int | None) -> tuple[st
     """Return what may have made losses differ, where hashes prove nothing to differ."""
     same_batch = step.origins.batch(micro_step, rank)[0] == "equal"
     same_weights = step.origins.weights == "equal"
+    if same_batch and step.origins.buffers == "differ":
+        also = " and weights" if same_weights else ""
+        return "inputs_differ", (
+            f"Batches{also} are the same bits, but buffers of the model, which its forward pass reads, "
+            f"are not: {step.origins.buffer_note}."
+        )
     if same_batch and same_weights:
+        same = step.origins.buffers == "equal"
+        held, left = (", weights and buffers", "") if same else (" and weights", "buffers, ")
         return "unknown", (
-            "Batches and weights are the same bits: the forward pass itself differs (code, buffers, "
-            "random numbers, or what was not passed to it)."
+            f"Batches{held} are the same bits: the forward pass itself differs (code, {left}random "
+            "numbers, or what was not passed to it)."
         )
     if same_batch:
         return "unknown", "The batches are the same bits; nothing says whether the weights are."

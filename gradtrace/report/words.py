@@ -56,7 +56,7 @@ CAUSE_WORDS: Final = {
     "partly_overwritten": "a part of the values was overwritten",
     "not_unscaled": "the loss scale was not divided out",
     "wrong_clip": "clipped by another factor than the norm asks for",
-    "inputs_differ": "the two runs were fed different data",
+    "inputs_differ": "the forward passes worked on different data",
     "weights_differ": "the two runs already hold different weights",
     "boundary_mismatch": "ranks or runs disagree on where the accumulation ends",
     "order_mismatch": "the ranks combine different parameters with each other",

@@ -136,6 +136,7 @@ class Run:
     effective: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[Mapping[str, Any], ...] | None = ()
 
     @property
     def buffer_dtype(self) -> str:
@@ -277,6 +278,7 @@ class Recorder:
                 partitions={unit: ids[layout] for unit, layout in shards.units[rank].items()},
                 effective={**_effective(run), **run.effective},
                 host=f"node{rank}.synthetic",
+                buffers=run.buffers,
             ),
             dict(enumerate(layouts)),
             shard_bytes=run.shard_bytes,

@@ -271,6 +271,11 @@ def fault_of_settings(effective: Mapping[str, Any]) -> str | None:
     return _fault(_EFFECTIVE, effective)
 
 
+def fault_of_buffers(buffers: Any) -> str | None:
+    """Say whether a header's table of buffers is not what it must be; it may be missing."""
+    return None if buffers is None or _list_of(_TENSOR)(buffers) else str(buffers)[:60]
+
+
 def fault_of_digest(digest: Any, layout: Layout) -> str | None:
     """Say which member of a digest is not what it must be, or ``None``.
 

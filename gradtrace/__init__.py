@@ -14,10 +14,11 @@ from gradtrace import errors
 if TYPE_CHECKING:
     from gradtrace.analysis.audit import audit
     from gradtrace.analysis.diff import diff
+    from gradtrace.capture.perturb import perturb_ulp
     from gradtrace.capture.tracer import Tracer, wrap
     from gradtrace.trace.reader import Trace, open_trace
 
-__version__: Final = "0.2.0"
+__version__: Final = "0.3.0"
 
 __all__ = [
     "Trace",
@@ -27,6 +28,7 @@ __all__ = [
     "diff",
     "errors",
     "open_trace",
+    "perturb_ulp",
     "wrap",
 ]
 
@@ -36,6 +38,7 @@ _HOMES: Final = {
     "audit": "gradtrace.analysis.audit",
     "diff": "gradtrace.analysis.diff",
     "open_trace": "gradtrace.trace.reader",
+    "perturb_ulp": "gradtrace.capture.perturb",
     "wrap": "gradtrace.capture.tracer",
 }
 

@@ -123,6 +123,18 @@ class AlreadyWrappedError(GradtraceError):
     slug = "already_wrapped"
 
 
+class PerturbationError(GradtraceError):
+    """The model's weights cannot be moved by one unit in the last place, or were cast afterwards."""
+
+    slug = "cannot_perturb"
+
+
+class NotAnEnvelopeError(GradtraceError):
+    """The trace is no run of the baseline with perturbed weights: it says nothing of its sensitivity."""
+
+    slug = "not_an_envelope"
+
+
 class CaptureError(GradtraceError):
     """Recording failed and ``on_error="raise"`` asked to be told at once."""
 

@@ -126,6 +126,13 @@ def _agreeing(
     return replace(entry, finding=replace(finding, cause=cause, detail=detail, guilty=chosen.rank))
 
 
+def said_too(entry: Found, words: str) -> Found:
+    """Add a sentence to a finding's evidence, so that it stays whatever cause is agreed on."""
+    evidence = f"{entry.evidence} {words}"
+    finding = replace(entry.finding, detail=f"{entry.finding.detail} {words}")
+    return replace(entry, finding=finding, evidence=evidence)
+
+
 def across_ranks(found: Sequence[Found]) -> list[Found]:
     """Make one finding of those that several ranks (or stretches) show of one parameter."""
     groups: dict[tuple[object, ...], list[Found]] = {}
@@ -180,10 +187,9 @@ def folded(found: Sequence[Found]) -> list[Finding]:
     for group in groups:
         # The head is the first that shows the cause by itself; the tiny ones follow.
         head = next((entry for entry in group if _shows(entry)), group[0])
-        names = [entry.finding.param for entry in group if entry is not head]
-        findings.append(
-            replace(head.finding, folded=tuple(name for name in names if name is not None))
-        )
+        names = dict.fromkeys(entry.finding.param for entry in group)
+        others = [name for name in names if name not in (None, head.finding.param)]
+        findings.append(replace(head.finding, folded=tuple(others)))
     return findings
 
 

@@ -17,17 +17,19 @@ from gradtrace.analysis.laws import (
     master,
     pack,
     partition,
+    publish,
     reduce,
     replicate,
     replicate_values,
     seed,
     together,
     unscale_clip,
+    update,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
 from gradtrace.analysis.reported import reported, reported_notes
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding, Hop
-from gradtrace.trace.points import POINTS, moment
+from gradtrace.trace.points import ON_REQUEST, POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Gap
 
@@ -42,6 +44,8 @@ PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
     master.check_param,
     unscale_clip.check_param,
     end_to_end.check_param,
+    update.check_param,
+    publish.check_param,
 )
 # A pass must rest on some hop of the gradient, not on scalars, layouts and padding alone.
 HOPS: Final = ("accumulate_local", "pack", "reduce", "accumulate", "end_to_end")
@@ -82,6 +86,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         chosen = tuple(step for step in chosen if step in wanted)
     ledger = Ledger()
     hidden: Counter[str] = Counter()
+    windows: list[str | None] = []
     for step in chosen:
         scene = Scene(alignment, step, ledger)
         seen = len(ledger.found)
@@ -100,6 +105,7 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
                 law(scene, parameter.index)
         together.check_collectives(scene)
         hidden.update(drop_consequences(scene, seen))
+        windows.append(seed.short_window(scene))
     reports = reported(alignment.trace) if steps is None else ()
     findings = folded(sorted(across_ranks(agreed(ledger.found)), key=_key(alignment)))
     return AuditResult(
@@ -107,7 +113,11 @@ def audit_alignment(alignment: Alignment, *, steps: Iterable[int] | None = None)
         first=findings[0] if findings else None,
         findings=tuple(findings),
         laws=ledger.counts(),
-        notes=(*_notes(alignment, chosen, ledger, hidden, stray), *reported_notes(reports)),
+        notes=(
+            *_notes(alignment, chosen, ledger, hidden, stray),
+            *(note for note in windows if note is not None),
+            *reported_notes(reports),
+        ),
         reported=reports,
         lost=any(counter for counter in ledger.lost.values()),
         path=_path(alignment, findings[0]) if findings else (),
@@ -147,13 +157,13 @@ def _verdict(
     return "pass"
 
 
-def _key(alignment: Alignment) -> Callable[[Found], tuple[int, int, int, int, str]]:
-    def key(entry: Found) -> tuple[int, int, int, int, str]:
+def _key(alignment: Alignment) -> Callable[[Found], tuple[bool, int, int, int, int, str]]:
+    def key(entry: Found) -> tuple[bool, int, int, int, int, str]:
         finding = entry.finding
         order = -1 if entry.param is None else alignment.backward_order(entry.param)
-        if entry.param is None and finding.law == "unscale_clip":
-            order = _LAST  # a wrong report of the norm matters less than wrong gradients
         return (
+            # A wrong report of the norm matters less than wrong gradients, of later steps too.
+            entry.param is None and finding.law == "unscale_clip",
             finding.step,
             moment(finding.point, finding.micro_step),
             LAWS.index(finding.law),
@@ -196,7 +206,9 @@ def _notes(
     left_out = [
         point.name
         for point in POINTS
-        if alignment.ranks and alignment.status(point.name) == "not_planned"
+        if alignment.ranks
+        and point.name not in ON_REQUEST
+        and alignment.status(point.name) == "not_planned"
     ]
     if left_out:
         yield f"not planned, so not judged: {', '.join(left_out)}"

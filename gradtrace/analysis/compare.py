@@ -21,8 +21,10 @@ import numpy as np
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, relative_l2
 from gradtrace.analysis.gate import Pair
+from gradtrace.analysis.growth import Distance, divisors
 from gradtrace.analysis.judging import Sample, sample
 from gradtrace.analysis.origins import Origins
+from gradtrace.analysis.regroup import MOST_TERMS, Regroup
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import Locals, Reduction, Side, gather, reductions
 from gradtrace.trace.dtypes import Dtype, Float64
@@ -62,16 +64,20 @@ class Tally:
         outcomes: what rounding does not explain.
         samples: what has no bound, to be judged over all parameters.
         lost: what gaps made incomparable, in words, without the step.
-        masters: squared norms of master_grad: baseline, candidate, difference.
+        masters: how far apart the averaged gradients are, divided by the seeds.
         widest: the largest relative L2 difference that rounding explains, and a phrase that says where.
+        sums: (point, micro_step) of an accumulation -> squared norms of difference and baseline.
+        regroup: which weights of one run's micro-steps give the other's gradient, where it is asked.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lost: dict[str, None] = field(default_factory=dict)
-    masters: list[tuple[float, float, float]] = field(default_factory=list)
+    masters: Distance = field(default_factory=Distance)
     widest: tuple[float, str] = (0.0, "")
+    sums: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    regroup: Regroup | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,7 @@ def _compare_local_accum(step: Step, pair: Pair, mine: Locals, theirs: Locals) -
             ):
                 step.tally.counts["left_out"] += 1
                 continue
+            _keep_sum(step, "local_accum", micro_step, one, two)
             _contrast(
                 step, ("local_accum", micro_step, rank), pair, one, two,
                 (mine, theirs), (mine.local(rank, content), theirs.local(rank, content)),
@@ -261,11 +268,23 @@ def _compare_accumulated(step: Step, pair: Pair, mine: Locals, theirs: Locals) -
         if one is None or two is None:
             step.tally.counts["left_out"] += one is not two
             continue
+        _keep_sum(step, "accumulated", micro_step, one, two)
         content = range(micro_step + 1)
         _contrast(
             step, ("accumulated", micro_step, None), pair, one, two,
             (mine, theirs), (mine.mean(content), theirs.mean(content)),
         )  # fmt: skip
+
+
+def _keep_sum(step: Step, point: str, micro_step: int, one: Float64, two: Float64) -> None:
+    """Add to how far the runs' sums are apart after a micro-step."""
+    usable = np.isfinite(one) & np.isfinite(two)
+    error, mine = (one - two)[usable], one[usable]
+    apart, size = step.tally.sums.get((point, micro_step), (0.0, 0.0))
+    step.tally.sums[point, micro_step] = (
+        apart + float(error @ error),
+        size + float(mine @ mine),
+    )
 
 
 def _compare_master(step: Step, pair: Pair, mine: Locals, theirs: Locals) -> None:
@@ -299,14 +318,9 @@ def _compare_master(step: Step, pair: Pair, mine: Locals, theirs: Locals) -> Non
         # Every hop is explained; whether the local gradients themselves agree is another question.
         step.tally.counts["rounding"] -= 1
         _sample_means(step, pair, (one, two), (expected[0], expected[1]), seeds)
-    change = 1.0 if step.mode == "boundary" else _loss_scale_ratio(step)
-    with np.errstate(invalid="ignore", over="ignore"):
-        one = one * change
-        usable = np.isfinite(one) & np.isfinite(two)
-        one, two = one[usable], two[usable]
-        error = one - two
-        sums = (float(one @ one), float(two @ two), float(error @ error))
-    step.tally.masters.append(sums)
+        _regroup(step, (mine, theirs), (expected[0], expected[1]), seeds)
+    scales = (1.0, 1.0) if step.mode == "boundary" else divisors(step.sides, step.step)
+    step.tally.masters.add(one / scales[0], two / scales[1])
 
 
 def _sample_means(
@@ -333,10 +347,27 @@ def _sample_means(
     step.tally.samples.append(replace(found, baseline=values[0], candidate=values[1]))
 
 
-def _loss_scale_ratio(step: Step) -> float:
-    """Return the candidate's loss scale over the baseline's, as the step began."""
-    scales = [side.loss_scale(step.step, 0, side.align.ranks[0]) for side in step.sides]
-    return scales[1] / scales[0]
+def _regroup(
+    step: Step,
+    locals_: tuple[Locals, Locals],
+    expected: tuple[Estimate, Estimate],
+    seeds: Sequence[float | None],
+) -> None:
+    """Keep what tells whether other weights of the finer run's micro-steps give the other's mean."""
+    labels = [
+        tuple((r, m) for r in side.align.ranks for m in side.align.micro_steps(step.step))
+        for side in step.sides
+    ]
+    at = 0 if len(labels[0]) > len(labels[1]) else 1
+    finer, seed = locals_[at], seeds[at]
+    if len(labels[at]) > MOST_TERMS or seed is None:
+        return
+    if step.tally.regroup is None:
+        step.tally.regroup = Regroup("candidate" if at else "baseline", labels[at])
+    divisor = seed * (len(step.sides[at].align.ranks) if step.sides[at].averages else 1)
+    nothing = np.zeros(finer.numel)
+    terms = np.stack([finer.values.get(label, nothing) / divisor for label in labels[at]])
+    step.tally.regroup.add(expected[1 - at].value, terms)
 
 
 def scaled(estimate: Estimate, seed: float) -> Estimate:

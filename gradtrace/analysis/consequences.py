@@ -7,15 +7,17 @@ that may break behind it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gradtrace.analysis.agree import said_too
 from gradtrace.analysis.laws import replicate
 from gradtrace.analysis.laws.common import Found, Scene
 from gradtrace.analysis.results import Finding
 
-_NO_HOP: Final = frozenset({"unscale_clip", "end_to_end", "seed", "replicate"})
+_AFTER: Final = frozenset({"update", "publish"})  # what comes after a step's gradient
+_NO_HOP: Final = frozenset({"unscale_clip", "end_to_end", "seed", "replicate"}) | _AFTER
 _LAST: Final = 2**62  # sorts behind every micro-step
 
 
@@ -25,8 +27,11 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     Within a step: the end-to-end law contains all others; where the ranks' buckets hold different
     parameters, the sum of neither is what it should be; what differs between ranks came from a hop
     that broke on one; a norm was taken of something else where ``master`` is broken; a rank that
-    takes another micro-step for the last one starts its accumulation anew after it; and a rank whose
-    gradient became infinite or NaN leaves the step out alone where ranks do not tell each other.
+    takes another micro-step for the last one starts its accumulation anew after it; what the bucket
+    lacks may have been added after the collective; a rank whose gradient became infinite or NaN
+    leaves the step out alone where ranks do not tell each other; a weight that did not reach one
+    rank differs from the others'; and an optimizer that did something else with the weights than its
+    rule also leaves other moments.
 
     From step to step, where every rank updates its own copy of the weights (stage 0): a gradient
     that broke on one rank parts the ranks' weights, and a step that one of them left out also
@@ -46,6 +51,8 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     for entry in ledger.found[seen:]:
         if _follows_within(now, entry) or _follows_from_before(scene, before, entry):
             dropped[entry.finding.law] += 1
+        elif entry.finding.law == "pack" and entry.param in now.late:
+            kept.append(said_too(entry, now.late[entry.param]))
         else:
             kept.append(entry)
     ledger.found[seen:] = kept
@@ -58,20 +65,26 @@ class _Known:
 
     Attributes:
         hops: parameters of which a hop broke.
-        judged: parameters of which anything but ``seed`` and ``replicate`` broke.
+        judged: parameters of which the gradient broke, but for ``seed`` and ``replicate``.
+        updated: parameters whose weights the optimizer's step left wrong.
+        published: parameters whose weights at the start of the step are wrong.
         all: parameters of any finding.
         mixed: (micro-step, parameter) where the ranks' buckets hold different parameters.
         claims: ranks that were wrong about the boundary.
         laws: laws that broke.
+        late: parameters whose bucket lacks what was added after the collective, and the words for it.
         infinite: whether something became infinite or NaN, or a step was left out by some ranks.
     """
 
     hops: frozenset[int | None]
     judged: frozenset[int | None]
+    updated: frozenset[int | None]
+    published: frozenset[int | None]
     all: frozenset[int | None]
     mixed: frozenset[tuple[int | None, int | None]]
     claims: tuple[Finding, ...]
     laws: frozenset[str]
+    late: Mapping[int | None, str]
     infinite: bool
 
 
@@ -82,11 +95,20 @@ def _gather(scene: Scene, found: Sequence[Found]) -> _Known:
     hops = {entry.param for entry in found if entry.finding.law not in _NO_HOP}
     return _Known(
         hops=frozenset(hops | {param for _, param in mixed}),
-        judged=frozenset(e.param for e in found if e.finding.law not in {"seed", "replicate"}),
+        judged=frozenset(
+            e.param for e in found if e.finding.law not in {"seed", "replicate"} | _AFTER
+        ),
+        updated=frozenset(
+            e.param
+            for e in found
+            if (e.finding.law, e.finding.point) == ("update", "master_weight")
+        ),
+        published=frozenset(e.param for e in found if e.finding.law == "publish"),
         all=frozenset(entry.param for entry in found),
         mixed=frozenset(mixed),
         claims=tuple(e.finding for e in found if e.finding.cause == "boundary_mismatch"),
         laws=frozenset(entry.finding.law for entry in found),
+        late=_added_late(found),
         infinite=any(
             e.finding.cause == "non_finite" or replicate.is_overflow(e.finding) for e in found
         ),
@@ -101,12 +123,34 @@ def _follows_within(now: _Known, entry: Found) -> bool:
     if finding.law == "replicate":
         if replicate.is_overflow(finding):
             return now.infinite and now.laws != {"replicate"}
+        if finding.cause == "weights_differ" and entry.param in now.published:
+            return True
         return entry.numel > 0 and entry.param in now.judged
+    if finding.law == "update" and finding.point == "optimizer_state":
+        return entry.param in now.updated
     if finding.law == "unscale_clip" and entry.param is None:
         return "master" in now.laws
     if finding.law == "reduce" and (finding.micro_step, entry.param) in now.mixed:
         return True
+    if finding.law == "master" and entry.param in now.late:
+        return True
     return _after_boundary(finding, now.claims)
+
+
+def _added_late(found: Sequence[Found]) -> dict[int | None, str]:
+    """Return the parameters whose bucket lacks what the optimizer is given all the same, unreduced.
+
+    That is one fault, an addition after the collective: the bucket shows it first. The words for it
+    go with them.
+    """
+    lacking = {entry.param for entry in found if entry.finding.law == "pack"}
+    return {
+        entry.param: next(c.detail for c in entry.also if c.cause == "not_reduced")
+        for entry in found
+        if entry.finding.law == "master"
+        and entry.param in lacking
+        and any(candidate.cause == "not_reduced" for candidate in entry.also)
+    }
 
 
 def _follows_from_before(scene: Scene, before: _Known, entry: Found) -> bool:

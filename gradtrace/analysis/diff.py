@@ -25,8 +25,12 @@ from gradtrace.analysis.compare import (
     Tally,
     compare_parameter,
 )
+from gradtrace.analysis.envelope import measure, open_samples
+from gradtrace.analysis.envelope import notes as envelope_notes
 from gradtrace.analysis.gate import Gate, compare_runs, some
+from gradtrace.analysis.growth import distance, grown
 from gradtrace.analysis.origins import compare_origins
+from gradtrace.analysis.precision import lost_precision
 from gradtrace.analysis.reported import pair_notes, paired_reports
 from gradtrace.analysis.results import (
     AuditResult,
@@ -45,13 +49,20 @@ COUNTS: Final = ("compared", "equal", "rounding", "undecided", "diverged", "left
 _NAMED: Final = 3
 
 
-def diff(baseline: str | Path | Trace, candidate: str | Path | Trace) -> DiffResult:
+def diff(
+    baseline: str | Path | Trace,
+    candidate: str | Path | Trace,
+    *,
+    envelope: Sequence[str | Path | Trace] = (),
+) -> DiffResult:
     """Compare two runs, and audit both.
 
     Args:
         baseline, candidate: trace directories, or open traces.
+        envelope: traces of the baseline run again from perturbed weights, to hold the candidate against.
 
     Raises:
+        NotAnEnvelopeError: one of ``envelope`` is no perturbed run of the baseline.
         GradtraceError: a trace cannot be read; see `gradtrace.trace.reader.open_trace`.
     """
     opened = [
@@ -59,12 +70,12 @@ def diff(baseline: str | Path | Trace, candidate: str | Path | Trace) -> DiffRes
         for trace in (baseline, candidate)
     ]
     pairs = paired_reports(opened[0].trace, opened[1].trace)
-    result = _diff(opened)
+    result = _diff(opened, envelope)
     notes = (*result.notes, *pair_notes(pairs))
     return replace(result, reported=pairs, notes=notes)
 
 
-def _diff(opened: Sequence[Alignment]) -> DiffResult:
+def _diff(opened: Sequence[Alignment], envelope: Sequence[str | Path | Trace]) -> DiffResult:
     gate = compare_runs(*opened)
     common = sorted(set(opened[0].steps) & set(opened[1].steps))
     problem = gate.problem
@@ -77,15 +88,23 @@ def _diff(opened: Sequence[Alignment]) -> DiffResult:
         counts = dict.fromkeys(COUNTS, 0)
         notes = (problem, *gate.notes, *trace_notes)
         return DiffResult("not_comparable", None, None, counts, notes)
+    samples = open_samples(opened[0], gate, envelope)
     sides = (Side("baseline", opened[0]), Side("candidate", opened[1]))
     walk = Walk()
     for step in common:
-        _compare_step(walk, gate, sides, step)
-        if walk.first is not None:
-            break
+        if walk.first is None:
+            _compare_step(walk, gate, sides, step)
+        else:
+            apart = distance(sides, gate.pairs, step)
+            walk.growth.append(grown(sides, gate.pairs, step, apart))
     judged = [step for step in common if walk.first is None or step <= _step_of(walk.first)]
     audits = tuple(audit_alignment(side.align, steps=judged) for side in sides)
-    return _result(walk, gate, sides, judged, (audits[0], audits[1]), trace_notes)
+    found = None
+    if samples:
+        found = measure(sides[0], samples, walk.growth)
+        walk.notes.update(dict.fromkeys(envelope_notes(samples, walk.growth)))
+    result = _result(walk, gate, sides, judged, (audits[0], audits[1]), trace_notes)
+    return replace(result, envelope=found)
 
 
 def _step_of(outcome: Outcome) -> int:
@@ -148,14 +167,17 @@ def _compare_step(walk: Walk, gate: Gate, sides: tuple[Side, Side], number_: int
     for pair in gate.pairs:
         compare_parameter(step, pair)
     report = compare_clipped(step, gate.pairs, all_captured=gate.all_captured)
-    stories = judge(walk, step)
+    stories = judge(walk, step, gate.pairs)
     if mode == "full" and not step.recorded("local_grad"):
         stories.update(judge_losses(walk, step))
     if tally.lost:
         walk.doubt(f"step {number_}: records were lost, so not compared: {some(list(tally.lost))}")
     walk.counts.update(tally.counts)
     walk.widest = max(walk.widest, (tally.widest[0], f"{tally.widest[1]}, step {number_}"))
-    walk.growth.append(growth_of(step))
+    walk.growth.append(growth_of(step, gate.pairs))
+    lost = None if walk.drifted else lost_precision(step)
+    if lost is not None:
+        walk.note(lost)
     if tally.outcomes:
         walk.first = min(tally.outcomes, key=lambda outcome: outcome.sort_key)
         walk.story = _story(step, walk.first.divergence, stories, report)

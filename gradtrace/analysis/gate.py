@@ -18,6 +18,49 @@ from gradtrace.trace.records import Parameter
 MOST_NAMED: Final = 5  # how many differences of one kind a note lists
 _LONGEST: Final = 80
 
+# Effective setting -> the key of the configuration that asks for it.
+_ASKED_BY: Final = {
+    "autocast_dtype": "torch_autocast.dtype",
+    "communication_dtype": "communication_data_type",
+    "consecutive_hysteresis": "fp16.consecutive_hysteresis",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "loss_scale_hysteresis": "fp16.hysteresis",
+    "loss_scale_window": "fp16.loss_scale_window",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "min_loss_scale": "fp16.min_loss_scale",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "train_batch_size": "train_batch_size",
+    "zero_stage": "zero_optimization.stage",
+    **{
+        name: f"zero_optimization.{name}"
+        for name in (
+            "allgather_bucket_size",
+            "contiguous_gradients",
+            "ignore_unused_parameters",
+            "overlap_comm",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "sub_group_size",
+            "use_multi_rank_bucket_allreduce",
+        )
+    },
+}
+# Sections of the configuration, and packages, that no gradient passes through.
+_BESIDE: Final = (
+    "comet.",
+    "csv_monitor.",
+    "gradtrace",
+    "steps_per_print",
+    "tensorboard.",
+    "wandb.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -57,12 +100,7 @@ class Gate:
 def compare_runs(baseline: Alignment, candidate: Alignment) -> Gate:
     """Compare what two runs are, before what they computed."""
     problem = _parameter_problem(baseline.parameters, candidate.parameters)
-    notes = (
-        *_setting_notes("effective", _effective(baseline), _effective(candidate)),
-        *_dtype_notes(baseline.parameters, candidate.parameters),
-        *_setting_notes("ds_config", _config(baseline), _config(candidate)),
-        *_setting_notes("package", _packages(baseline), _packages(candidate)),
-    )
+    notes = (*_perturbation_notes(baseline, candidate), *_all_notes(baseline, candidate).values())
     if problem is not None:
         return Gate(problem, (), False, notes)
     theirs = {parameter.name: parameter for parameter in candidate.parameters}
@@ -88,6 +126,63 @@ def compare_runs(baseline: Alignment, candidate: Alignment) -> Gate:
     if missing:
         notes += (f"not captured by both runs, so not compared: {some(missing)}",)
     return Gate(None, pairs, not missing, notes)
+
+
+def differences(baseline: Alignment, candidate: Alignment) -> tuple[str, ...]:
+    """Name what differs of all that a gradient may depend on, weights and batches left out."""
+    return tuple(
+        note
+        for (_, key), note in _all_notes(baseline, candidate).items()
+        if not key.startswith(_BESIDE)
+    )
+
+
+def _all_notes(baseline: Alignment, candidate: Alignment) -> dict[tuple[str, str], str]:
+    """Return (kind, key) -> a sentence, for every setting in which the runs differ."""
+    effective = _effective(baseline), _effective(candidate)
+    config = _config(baseline), _config(candidate)
+    notes = {
+        ("effective", key): note
+        + (_asked(key, *config) if key in effective[0] and key in effective[1] else "")
+        for key, note in _setting_notes("effective", *effective).items()
+    }
+    for number, note in enumerate(_dtype_notes(baseline.parameters, candidate.parameters)):
+        notes["dtype", str(number)] = note
+    for key, note in _setting_notes("ds_config", *config).items():
+        notes["ds_config", key] = note + _in_effect(key, *effective)
+    for key, note in _setting_notes("package", _packages(baseline), _packages(candidate)).items():
+        notes["package", key] = note
+    return notes
+
+
+def _asked(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Say what both configurations ask for alike, though what is in effect differs."""
+    asked = _ASKED_BY.get(key)
+    if asked is None or shown(mine, asked) != shown(theirs, asked):
+        return ""
+    if asked not in mine:
+        return f"; ds_config {asked} is not set in either"
+    return f"; ds_config {asked} is {shown(mine, asked)} in both"
+
+
+def _in_effect(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Say what is in effect in both runs, though their configurations differ."""
+    for name, asked in _ASKED_BY.items():
+        if asked == key and name in mine and shown(mine, name) == shown(theirs, name):
+            return f"; in effect, {name} is {shown(mine, name)} in both"
+    return ""
+
+
+def _perturbation_notes(baseline: Alignment, candidate: Alignment) -> tuple[str, ...]:
+    found = []
+    for name, side in (("baseline", baseline), ("candidate", candidate)):
+        moved = side.trace.manifest.perturbation
+        if moved is not None:
+            found.append(
+                f"the {name}'s weights were moved on purpose before it began, by one unit in the last "
+                f"place (run --perturb-ulp, sample {moved['sample']}): what follows from it is growth"
+            )
+    return tuple(found)
 
 
 def _parameter_problem(mine: Iterable[Parameter], theirs: Iterable[Parameter]) -> str | None:
@@ -152,14 +247,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _setting_notes(
-    kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> tuple[str, ...]:
-    return tuple(
-        f"{kind} {key} differs: {shown(mine, key)} against {shown(theirs, key)}"
+def _setting_notes(kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: f"{kind} {key} differs: {shown(mine, key)} against {shown(theirs, key)}"
         for key in sorted({*mine, *theirs})
         if shown(mine, key) != shown(theirs, key)
-    )
+    }
 
 
 def shown(settings: Mapping[str, Any], key: str) -> str:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from gradtrace.analysis.bounds import Estimate, Mask, gamma
+from gradtrace.analysis.bounds import Estimate, Mask, breaks, gamma
 from gradtrace.trace.dtypes import Dtype, Float64
 
 ULPS: Final = 4  # roundings that a wrong path may have beyond the right one
@@ -139,6 +139,8 @@ def micro_step_hypotheses(
             yield Hypothesis(
                 "stale", f"{point} still holds the step before; nothing belongs here.", before
             )
+            words = f"{point} holds what the step before left there: the buffer was not cleared."
+            yield Hypothesis("carried_over", words, before)
         return
     numbers = [number for number, _ in parts]
     total = weighted([(1.0, part) for _, part in parts], dtype)
@@ -151,11 +153,11 @@ def micro_step_hypotheses(
         verb = "is" if len(lost) == 1 else "are"
         return f"{point} holds {names} only; {_listed(lost)} {verb} lost."
 
+    gone = f"{point} holds nothing; {_listed(numbers)} {'is' if len(numbers) == 1 else 'are'} lost."
+    yield Hypothesis("dropped_micro_steps", gone, weighted([(0.0, now)], dtype))
     if len(parts) > 1:
         last = len(parts) - 1
         yield Hypothesis("dropped_micro_steps", survivors([last]), now)
-        if carry is not None:
-            yield Hypothesis("dropped_micro_steps", survivors(range(last)), carry)
         yield Hypothesis("dropped_micro_steps", survivors([0]), parts[0][1])
         if len(parts) > 2:
             ends = weighted([(1.0, parts[0][1]), (1.0, now)], dtype)
@@ -165,6 +167,13 @@ def micro_step_hypotheses(
         for kept in _runs(len(parts)):
             some = weighted([(1.0, parts[at][1]) for at in kept], dtype)
             yield Hypothesis("dropped_micro_steps", survivors(kept), some)
+        if carry is not None:
+            before_it = weighted([(1.0, part) for _, part in parts[:-1]], dtype)
+            words = survivors(range(last))
+            if breaks(carry.value, before_it).any():  # something was lost, or added, before
+                words = f"{point} holds what was accumulated before only; "
+                words += f"micro-step {numbers[-1]} is lost."
+            yield Hypothesis("dropped_micro_steps", words, carry)
     for at, (number, part) in enumerate(parts):
         if len(parts) > 1:
             rest = [n for n in range(len(parts)) if n != at]

@@ -77,6 +77,7 @@ class TraceInfo:
         reported: what frameworks reported, beside what was recorded.
         effective_differs: setting -> rank -> value, where ranks do not agree.
         closed: rank -> why it ended, ``None`` when it never closed.
+        perturbation: how the weights were moved on purpose before the run, or ``None``.
     """
 
     path: str
@@ -95,6 +96,7 @@ class TraceInfo:
     reported: tuple[Reported, ...]
     closed: Mapping[int, str | None]
     notes: tuple[str, ...]
+    perturbation: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return exactly what ``info --json`` prints."""
@@ -120,6 +122,7 @@ class TraceInfo:
             "reported": [entry.to_dict() for entry in self.reported],
             "closed": {str(rank): reason for rank, reason in self.closed.items()},
             "notes": list(self.notes),
+            "perturbation": None if self.perturbation is None else dict(self.perturbation),
         }
 
 
@@ -158,6 +161,7 @@ def inspect(path: str | Path) -> TraceInfo:
         reported=reports,
         closed={number: rank.closed for number, rank in trace.ranks.items()},
         notes=(*trace.notes, *reported_notes(reports)),
+        perturbation=manifest.perturbation,
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from gradtrace.analysis.reported import Reported
-from gradtrace.trace.schema import encode_float
+from gradtrace.analysis.series import Envelope, Growth
+from gradtrace.analysis.series import encoded as _number
 
 AUDIT_FORMAT: Final = "gradtrace.audit"
 DIFF_FORMAT: Final = "gradtrace.diff"
@@ -31,6 +32,8 @@ LAWS: Final = (
     "master",
     "unscale_clip",
     "end_to_end",
+    "update",
+    "publish",
 )
 
 CAUSES: Final = (
@@ -58,10 +61,6 @@ CAUSES: Final = (
     "order_mismatch",
     "unknown",
 )
-
-
-def _number(value: float | None) -> float | str | None:
-    return None if value is None else encode_float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,22 +309,14 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Say how far apart the two runs are at one step: relative L2 over all compared parameters."""
-
-    step: int
-    local_grad: float | None
-    master_grad: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class DiffResult:
     """Hold the verdict on two traces.
 
     Attributes:
         counts: ``compared``, ``equal`` (bitwise), ``rounding``, ``diverged``, ``left_out``: records
             of one parameter each.
-        growth: one entry a step, for the report; not part of the JSON.
+        growth: one entry a step, of all steps that both runs hold, in order.
+        envelope: where perturbed runs of the baseline were given.
         reported: what frameworks reported of the same step of both runs.
         baseline_audit, candidate_audit: the audits that blame rests on, when they were made.
     """
@@ -336,6 +327,7 @@ class DiffResult:
     counts: Mapping[str, int]
     notes: tuple[str, ...]
     growth: tuple[Growth, ...] = ()
+    envelope: Envelope | None = None
     baseline_audit: AuditResult | None = None
     candidate_audit: AuditResult | None = None
     reported: tuple[tuple[Reported, Reported], ...] = ()
@@ -353,5 +345,7 @@ class DiffResult:
                 {"step": one.step, "baseline": one.to_dict(), "candidate": two.to_dict()}
                 for one, two in self.reported
             ],
+            "growth": [entry.to_dict() for entry in self.growth],
+            "envelope": None if self.envelope is None else self.envelope.to_dict(),
             "notes": list(self.notes),
         }

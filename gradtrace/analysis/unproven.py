@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradtrace.analysis.compare import Outcome, Step, at_micro_step
-from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio
+from gradtrace.analysis.gate import Pair
+from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio, thresholds
+from gradtrace.analysis.normalisation import LossWeights, loss_weights
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import number
 from gradtrace.analysis.walk import Walk
@@ -22,7 +24,7 @@ LOSS_TOLERANCE: Final = 2.0**-9  # at most; finer dtypes have finer ones
 Place = tuple[str, int | None, int | None]  # point, micro_step, rank
 
 
-def judge(walk: Walk, step: Step) -> dict[Place, tuple[str, str]]:
+def judge(walk: Walk, step: Step, pairs: Sequence[Pair]) -> dict[Place, tuple[str, str]]:
     """Judge the step's samples place by place; say what to tell of those that diverge."""
     places: dict[Place, list[Sample]] = {}
     for entry in step.tally.samples:
@@ -41,12 +43,17 @@ def judge(walk: Walk, step: Step) -> dict[Place, tuple[str, str]]:
             if found is not None and abs(found / seeds - 1) < 0.1:
                 factor = found
                 statuses = ["equal" if entry.equal else "diverged" for entry in samples]
+        weights = None
+        if factor is None and step.mode == "boundary" and {"diverged", "unresolved"} & {*statuses}:
+            weights = loss_weights(step, pairs) if walk.same_start else None
+        if weights is not None:
+            statuses = ["equal" if entry.equal else "diverged" for entry in samples]
         if factor is not None:
             factors[place] = factor
         for entry, status in zip(samples, statuses, strict=True):
             _count(walk, step, entry, status)
         if "diverged" in statuses:
-            stories[place] = _why(step, place, samples, factor)
+            stories[place] = _why(step, place, samples, factor, weights)
     return {place: _with_factors(story, place, factors) for place, story in stories.items()}
 
 
@@ -94,7 +101,11 @@ def _seed_ratio(step: Step, place: Place) -> float | None:
 
 
 def _why(
-    step: Step, place: Place, samples: Sequence[Sample], factor: float | None
+    step: Step,
+    place: Place,
+    samples: Sequence[Sample],
+    factor: float | None,
+    weights: LossWeights | None = None,
 ) -> tuple[str, str]:
     """Return a cause and the evidence for local gradients (or unjudged points) that differ."""
     point, micro_step, rank = place
@@ -113,17 +124,45 @@ def _why(
         return "non_finite", f"{size}; NaN or infinity stands on one side only."
     if factor is not None:
         seeds = _seed_ratio(step, place)
-        why = (
-            "a loss that is normalised otherwise, not a fault of ZeRO"
-            if seeds is None
-            else f"the gradients that arrive at the loss (seeds) differ by {seeds:.6g}"
+        if seeds is not None:
+            why = f"the gradients that arrive at the loss (seeds) differ by {seeds:.6g}."
+        else:
+            why = f"loss normalisation, not a fault of ZeRO.{_same_factor(step, losses, factor)}"
+        return "scaled", f"{point} differs by one factor for all parameters: {why}"
+    if weights is not None:
+        return "scaled", (
+            f"{point} differs, and one weight for each micro-step explains it for all parameters: loss "
+            f"normalisation, not a fault of ZeRO. {weights.told()}"
         )
-        return "scaled", f"{point} differs by one factor for all parameters: {why}."
+    regroup = step.tally.regroup if step.mode == "boundary" else None
+    weighed = None if regroup is None else regroup.story(thresholds(step.dtype).rounding)
+    if weighed is not None:
+        return weighed[0], f"{size}. {weighed[1]}"
     if apart_too:
         cause, why = _suspected(step, micro_step, rank)
         return cause, f"{size}. {why}"
     told = "" if losses is None else f" The losses agree: {losses[0]:.8g} against {losses[1]:.8g}."
     return "unknown", f"{size}, and nothing recorded before it differs.{told}"
+
+
+def _same_factor(step: Step, losses: tuple[float, float] | None, factor: float) -> str:
+    """Say what else differs by the factor of the gradients: the losses, the counts of micro-steps."""
+    told = ""
+    if (
+        losses is not None
+        and losses[0]
+        and abs(losses[1] / losses[0] / factor - 1) < LOSS_TOLERANCE
+    ):
+        told = f" The losses differ by it too: {losses[0]:.8g} against {losses[1]:.8g}."
+    counts = [len(side.align.micro_steps(step.step)) for side in step.sides]
+    for name, ratio_ in (
+        ("the ratio of the runs' micro-steps", counts[0] / counts[1]),
+        ("one over the candidate's micro-steps", 1 / counts[1]),
+        ("the number of the baseline's micro-steps", float(counts[0])),
+    ):
+        if ratio_ != 1 and abs(factor / ratio_ - 1) < LOSS_TOLERANCE:
+            return f"{told} The factor is {name}, {counts[0]} against {counts[1]}."
+    return told
 
 
 def _known(step: Step, micro_step: int | None, rank: int | None) -> tuple[str, str] | None:
@@ -141,10 +180,18 @@ def _suspected(step: Step, micro_step: int | None, rank: int | None) -> tuple[st
     """Return what may have made losses differ, where hashes prove nothing to differ."""
     same_batch = step.origins.batch(micro_step, rank)[0] == "equal"
     same_weights = step.origins.weights == "equal"
+    if same_batch and step.origins.buffers == "differ":
+        also = " and weights" if same_weights else ""
+        return "inputs_differ", (
+            f"Batches{also} are the same bits, but buffers of the model, which its forward pass reads, "
+            f"are not: {step.origins.buffer_note}."
+        )
     if same_batch and same_weights:
+        same = step.origins.buffers == "equal"
+        held, left = (", weights and buffers", "") if same else (" and weights", "buffers, ")
         return "unknown", (
-            "Batches and weights are the same bits: the forward pass itself differs (code, buffers, "
-            "random numbers, or what was not passed to it)."
+            f"Batches{held} are the same bits: the forward pass itself differs (code, {left}random "
+            "numbers, or what was not passed to it)."
         )
     if same_batch:
         return "unknown", "The batches are the same bits; nothing says whether the weights are."

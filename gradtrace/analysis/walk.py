@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradtrace.analysis.compare import Outcome, Step
+from gradtrace.analysis.gate import Pair
+from gradtrace.analysis.growth import grown
 from gradtrace.analysis.judging import ratio
-from gradtrace.analysis.results import Growth
+from gradtrace.analysis.series import Growth
 from gradtrace.analysis.sides import Side
 from gradtrace.trace.records import Json
 
@@ -59,6 +62,9 @@ def begin(walk: Walk, sides: tuple[Side, Side], step: int) -> None:
     """Decide what is known of the weights when a step begins."""
     if walk.last is None:
         walk.same_start = step == 0 and not any(side.align.partial(step) for side in sides)
+        moved = [side.align.trace.manifest.perturbation for side in sides]
+        if moved[0] != moved[1]:  # weights that differ on purpose, by the least that they can
+            walk.same_start, walk.drifted = False, True
     elif step != walk.last + 1:
         walk.same_start = False
 
@@ -89,18 +95,16 @@ def _plain(fact: Json) -> Json:
     return sorted(set(map(str, fact))) if isinstance(fact, list) else fact
 
 
-def growth_of(step: Step) -> Growth:
-    """Return how far apart the runs are at a step."""
+def growth_of(step: Step, pairs: Sequence[Pair]) -> Growth:
+    """Return how far apart the runs are at a step that was compared."""
     local = [entry for entry in step.tally.samples if entry.point == "local_grad"]
     apart = math.fsum(entry.apart for entry in local)
     mine = math.fsum(entry.mine for entry in local)
-    masters = step.tally.masters
-    return Growth(
-        step=step.step,
+    return grown(
+        step.sides,
+        pairs,
+        step.step,
+        step.tally.masters,
         local_grad=ratio(apart, mine) if local else None,
-        master_grad=(
-            ratio(math.fsum(m[2] for m in masters), math.fsum(m[0] for m in masters))
-            if masters
-            else None
-        ),
+        weights=step.origins.weights,
     )

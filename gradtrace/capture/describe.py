@@ -13,7 +13,9 @@ import torch
 
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Adapter, Model
+from gradtrace.capture.batch import describe_tensor
 from gradtrace.capture.options import SECTION, CaptureOptions
+from gradtrace.capture.perturb import perturbation_of
 from gradtrace.capture.snapshot import dtype_name, resolve
 from gradtrace.errors import BadOptionError
 from gradtrace.trace.points import POINT_NAMES
@@ -32,6 +34,7 @@ class Subject:
         absent: point -> why this configuration does not have it.
         dp_ranks: global ranks of the data-parallel group.
         effective: settings as engine and optimizer hold them, as JSON.
+        perturbation: how the weights were moved on purpose, or ``None``.
     """
 
     model: Model
@@ -40,13 +43,15 @@ class Subject:
     absent: Mapping[str, str]
     dp_ranks: tuple[int, ...]
     effective: Mapping[str, Any]
+    perturbation: Mapping[str, Any] | None = None
 
 
 def examine(engine: Any) -> Subject:
     """Resolve an engine, changing nothing.
 
     Raises:
-        NotAnEngineError, UnsupportedEngineError, ProbeError: it cannot be traced whole.
+        NotAnEngineError, UnsupportedEngineError, ProbeError, PerturbationError: it cannot be traced
+            whole, or not as what it is.
     """
     select.check_engine(engine)
     model = select.build_model(engine)
@@ -70,6 +75,7 @@ def examine(engine: Any) -> Subject:
             absent={**_weightless(adapter, placed), **adapter.absent(model)},
             dp_ranks=dp_ranks,
             effective=resolve(effective),
+            perturbation=perturbation_of(engine.module),
         )
     except (AttributeError, KeyError) as error:
         select.missing(f"attribute that the adapter reads ({error})", "describing the run")
@@ -84,6 +90,8 @@ def _weightless(adapter: Adapter, model: Model) -> dict[str, str]:
         absent["master_weight"] = "no separate fp32 weights are known of this optimizer"
     elif adapter.masters(model) is None:
         absent["master_weight"] = "the fp32 weights are not in this process's memory"
+    if adapter.stepped is None:
+        absent["optimizer_state"] = "where this optimizer keeps its state is not known"
     return absent
 
 
@@ -154,6 +162,7 @@ def manifest(run_id: str, subject: Subject, options: CaptureOptions) -> Manifest
         ),
         packages=select.packages(),
         created_s=time.time(),
+        perturbation=subject.perturbation,
     )
 
 
@@ -180,5 +189,9 @@ def header(
         partitions=partitions,
         effective=subject.effective,
         host=socket.gethostname(),
+        buffers=tuple(
+            resolve(describe_tensor(name, buffer))
+            for name, buffer in subject.model.engine.module.named_buffers()
+        ),
     )
     return described, layouts

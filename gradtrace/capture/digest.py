@@ -71,8 +71,8 @@ def value_hash(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
         flat = plain.reshape(-1)
         total = torch.zeros((), dtype=torch.int64, device=flat.device)
         places = _places(flat)
-        for start in range(0, flat.numel(), _chunk(flat)):
-            total += _hash(flat[start : start + _chunk(flat)], places, first + start)
+        for start in range(0, flat.numel(), chunk_size(flat)):
+            total += _hash(flat[start : start + chunk_size(flat)], places, first + start)
     return total
 
 
@@ -115,8 +115,8 @@ def _stretch(flat: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tens
     on_cpu = flat.device.type == "cpu"
     counts: list[torch.Tensor] = []
     sizes: list[torch.Tensor] = []
-    for start in range(0, piece.numel, _chunk(flat)):
-        part = stretch[start : start + _chunk(flat)]
+    for start in range(0, piece.numel, chunk_size(flat)):
+        part = stretch[start : start + chunk_size(flat)]
         size = (part if part.dtype in _WIDE else part.to(torch.float64)).abs()
         filled = torch.count_nonzero(size)
         nans, infs = torch.zeros_like(filled), torch.zeros_like(filled)
@@ -133,14 +133,15 @@ def _stretch(flat: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tens
     return count, torch.stack((found[:, 0].sum(), found[:, 1].amax()))
 
 
-def _chunk(flat: torch.Tensor) -> int:
+def chunk_size(flat: torch.Tensor) -> int:
+    """Return how many elements of a tensor are hashed at a time."""
     return _CHUNK_CPU if flat.device.type == "cpu" else _CHUNK_DEVICE
 
 
 def _places(flat: torch.Tensor) -> torch.Tensor:
     """Return ``(j + 1) * GOLDEN`` for the elements of one chunk."""
-    size = min(flat.numel(), _chunk(flat))
-    return torch.arange(1, size + 1, device=flat.device).mul_(_signed(GOLDEN))
+    size = min(flat.numel(), chunk_size(flat))
+    return torch.arange(1, size + 1, device=flat.device).mul_(signed(GOLDEN))
 
 
 def _hash(part: torch.Tensor, places: torch.Tensor, first: int) -> torch.Tensor:
@@ -150,13 +151,18 @@ def _hash(part: torch.Tensor, places: torch.Tensor, first: int) -> torch.Tensor:
     if size in (2, 4):
         z &= (1 << 8 * size) - 1
     z += places[: z.numel()]
-    z += _signed(first * GOLDEN)
+    z += signed(first * GOLDEN)
+    return mix_(z).sum()
+
+
+def mix_(z: torch.Tensor) -> torch.Tensor:
+    """Mix int64 in place as SplitMix64 does, from ``seed + (i + 1) * GOLDEN`` to its output i + 1."""
     z ^= _shifted(z, 30)
-    z *= _signed(FIRST)
+    z *= signed(FIRST)
     z ^= _shifted(z, 27)
-    z *= _signed(SECOND)
+    z *= signed(SECOND)
     z ^= _shifted(z, 31)
-    return z.sum()
+    return z
 
 
 def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
@@ -164,7 +170,7 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
     return (z >> by).bitwise_and_((1 << 64 - by) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """Return the int64 with the lowest 64 bits of an integer."""
     return ((value + 2**63) % 2**64) - 2**63
 

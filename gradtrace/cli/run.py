@@ -31,6 +31,13 @@ from gradtrace.trace.points import POINT_NAMES
     metavar="ACTION",
     help="When recording fails: disarm (train on untraced, the default) or raise.",
 )
+@click.option(
+    "--perturb-ulp",
+    "perturb_sample",
+    metavar="SAMPLE",
+    type=click.IntRange(min=0),
+    help="Move every weight by one unit in the last place first: sample 0, 1, ... of a noise envelope.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -45,6 +52,7 @@ def command(
     mode: str | None,
     max_bytes: int | None,
     on_error: str | None,
+    perturb_sample: int | None,
     script: str,
     args: tuple[str, ...],
 ) -> Callable[[], int]:
@@ -71,4 +79,11 @@ def command(
     parent = context.parent
     local_rank = None if parent is None else parent.params.get("local_rank")
     handed = () if local_rank is None else (f"--local_rank={local_rank}",)
-    return prepare(script, (*handed, *args), out_dir, options, module=module)
+    return prepare(
+        script,
+        (*handed, *args),
+        out_dir,
+        options,
+        module=module,
+        perturb_sample=perturb_sample,
+    )

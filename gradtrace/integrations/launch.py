@@ -34,6 +34,8 @@ class Launch:
         args: its arguments.
         out_dir: directory of the trace of its first engine; the n-th has ``out_dir-engineN``.
         options: keyword arguments of `gradtrace.wrap`.
+        perturb_sample: which sample of noise every model begins with, see `gradtrace.perturb_ulp`;
+            ``None`` for none.
     """
 
     script: str
@@ -41,6 +43,7 @@ class Launch:
     args: tuple[str, ...]
     out_dir: Path
     options: Mapping[str, Any]
+    perturb_sample: int | None = None
 
     def __call__(self) -> int:
         """Run the script until it ends, however it ends.
@@ -49,7 +52,7 @@ class Launch:
         first. What the Trainer of transformers reports goes into the trace as well.
 
         Raises:
-            GradtraceError: an engine cannot be traced.
+            GradtraceError: an engine cannot be traced, or a model not be perturbed.
             BaseException: what the script ended with.
         """
         pid = os.getpid()
@@ -66,8 +69,15 @@ class Launch:
             place = place if number == 0 else place.with_name(f"{place.name}-engine{number}")
             tracers.append(wrap(engine, place, **self.options))
 
+        def on_model(model: Any) -> None:
+            from gradtrace.capture.perturb import perturb_ulp
+
+            assert self.perturb_sample is not None
+            perturb_ulp(model, self.perturb_sample)
+
+        perturb = None if self.perturb_sample is None else on_model
         restore = [
-            _when_imported("deepspeed", lambda: _patch_initialize(on_engine)),
+            _when_imported("deepspeed", lambda: _patch_initialize(on_engine, perturb)),
             _when_imported("transformers.trainer", _report_from_trainers),
         ]
         reason = "closed"
@@ -100,6 +110,7 @@ def prepare(
     options: Mapping[str, Any],
     *,
     module: bool = False,
+    perturb_sample: int | None = None,
 ) -> Launch:
     """Check what can be checked before the script runs.
 
@@ -108,6 +119,8 @@ def prepare(
         args: its arguments.
         out_dir: directory of the trace; ``GRADTRACE_OUT`` by default.
         options: keyword arguments of `gradtrace.wrap`.
+        perturb_sample: which sample of noise every model begins with, see `gradtrace.perturb_ulp`;
+            ``None`` for none.
 
     Raises:
         BadOptionError: an option is wrong, there is no such script, or no directory was named.
@@ -128,7 +141,7 @@ def prepare(
             expected="a Python script",
             remedy="Give the path of the script, after gradtrace's own options; or -m and a module.",
         )
-    return Launch(script, module, tuple(args), Path(place), dict(options))
+    return Launch(script, module, tuple(args), Path(place), dict(options), perturb_sample)
 
 
 def _execute(launch: Launch) -> None:
@@ -205,10 +218,12 @@ def _print(message: str) -> None:
     print(f"gradtrace: {message}", file=sys.stderr, flush=True)
 
 
-def _patch_initialize(on_engine: Callable[[Any], None]) -> Callable[[], None]:
+def _patch_initialize(
+    on_engine: Callable[[Any], None], on_model: Callable[[Any], None] | None
+) -> Callable[[], None]:
     from gradtrace.capture.adapters.select import patch_initialize
 
-    return patch_initialize(on_engine)
+    return patch_initialize(on_engine, on_model)
 
 
 def _report_from_trainers() -> Callable[[], None]:

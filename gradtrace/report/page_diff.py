@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
-from gradtrace.analysis.results import AuditResult, Blame, DiffResult, Divergence, Growth
+from gradtrace.analysis.results import AuditResult, Blame, DiffResult, Divergence
+from gradtrace.analysis.series import Envelope, Growth
 from gradtrace.report import words
 from gradtrace.report.page import (
     Bar,
@@ -24,6 +27,7 @@ from gradtrace.report.page_audit import bound_text, error_text, notes
 from gradtrace.report.page_reported import pairs_section
 
 _MOST_STEPS = 20
+_Entry = TypeVar("_Entry")
 
 
 def diff_page(result: DiffResult, baseline: str, candidate: str) -> Page:
@@ -44,6 +48,7 @@ def diff_page(result: DiffResult, baseline: str, candidate: str) -> Page:
             None if result.first is None else _first(result.first),
             None if result.blame is None else _blame(result.blame),
             _hops(result),
+            _envelope(result.envelope),
             _growth(result.growth),
             _counts(result),
             pairs_section(result.reported),
@@ -150,21 +155,102 @@ def _mark(audit: AuditResult | None, law: str) -> Cell:
 
 
 def _growth(growth: tuple[Growth, ...]) -> Section | None:
-    """Draw how far apart the runs are, step by step, on a logarithmic scale."""
-    shown = growth if len(growth) <= _MOST_STEPS else _thinned(growth)
-    blocks = []
-    for name in ("local_grad", "master_grad"):
+    """Say and draw how far apart the runs are, step by step."""
+    shown = _thinned(growth)
+    bars = []
+    for name, caption in (
+        ("local_grad", "local_grad: relative L2 distance of the runs, logarithmic"),
+        ("gradient", "averaged gradient: relative L2 distance of the runs, logarithmic"),
+    ):
         series = [(entry.step, getattr(entry, name)) for entry in shown]
         known = [(step, value) for step, value in series if value is not None]
         if any(value > 0 or math.isnan(value) for _, value in known):
-            caption = f"{name}: relative L2 distance of the runs, logarithmic"
-            blocks.append(Bars(caption, tuple(_bar(step, value, known) for step, value in known)))
-    return section("How it grows", *blocks)
+            bars.append(Bars(caption, tuple(_bar(step, value, known) for step, value in known)))
+    if not bars and all(entry.weights != "differ" for entry in growth):
+        return None
+    return section("How it grows", _growth_table(shown), *bars, _left_out(growth, shown))
 
 
-def _thinned(growth: tuple[Growth, ...]) -> tuple[Growth, ...]:
-    every = (len(growth) - 1) / (_MOST_STEPS - 1)
-    return tuple(growth[round(index * every)] for index in range(_MOST_STEPS))
+def _growth_table(shown: Sequence[Growth]) -> Table:
+    columns = (
+        Column("step", True),
+        Column("gradient", True),
+        Column("largest", True),
+        Column("baseline loss", True),
+        Column("candidate loss", True),
+        Column("difference", True),
+        Column("weights"),
+    )
+    rows = []
+    for entry in shown:
+        numbers = (
+            words.brief(entry.gradient),
+            words.brief(entry.gradient_max_abs),
+            words.number(entry.baseline_loss),
+            words.number(entry.candidate_loss),
+            words.brief(entry.loss_difference),
+        )
+        weights = entry.weights if entry.weights != "unknown" else "-"
+        if entry.weights_l2 is not None and entry.weights != "equal":
+            weights = words.brief(entry.weights_l2)
+        tone: Tone = "plain" if entry.judged else "dim"
+        cells = (str(entry.step), *numbers, weights)
+        rows.append(tuple(Cell(text, tone) for text in cells))
+    return Table(columns, tuple(rows))
+
+
+def _left_out(growth: Sequence[object], shown: Sequence[object]) -> Prose | None:
+    if len(shown) == len(growth):
+        return None
+    return Prose(f"{len(shown)} of {len(growth)} steps are shown; --json has all.", "dim")
+
+
+def _thinned(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+    if len(entries) <= _MOST_STEPS:
+        return tuple(entries)
+    every = (len(entries) - 1) / (_MOST_STEPS - 1)
+    return tuple(entries[round(index * every)] for index in range(_MOST_STEPS))
+
+
+def _envelope(envelope: Envelope | None) -> Section | None:
+    """Hold the candidate against the baseline's own sensitivity, step by step."""
+    if envelope is None:
+        return None
+    columns = (
+        Column("step", True),
+        Column("candidate", True),
+        Column("farthest sample", True),
+        Column("ratio", True),
+        Column("envelope"),
+    )
+    shown = list(_thinned(envelope.steps))
+    first = next((e for e in envelope.steps if e.step == envelope.first_outside), None)
+    if first is not None and first not in shown:
+        shown = sorted([*shown, first], key=lambda entry: entry.step)
+    rows = tuple(
+        (
+            Cell(str(entry.step)),
+            Cell(words.brief(entry.candidate)),
+            Cell(words.brief(entry.largest)),
+            Cell(words.brief(entry.ratio)),
+            Cell("inside", "good") if entry.inside else Cell("outside", "warn"),
+        )
+        for entry in shown
+    )
+    count = len(envelope.samples)
+    runs = "1 perturbed run" if count == 1 else f"{count} perturbed runs"
+    return section(
+        "Noise envelope",
+        Prose(envelope.reading, "plain" if envelope.first_outside is None else "warn"),
+        Prose(
+            f"{runs} (sample {', '.join(map(str, envelope.samples))}). Were the candidate one of their "
+            f"kind, it would be the farthest at a given step with a chance of {envelope.chance:.2g}; "
+            f"by its worst step it ranks at p = {envelope.p_value:.2g}.",
+            "dim",
+        ),
+        Table(columns, rows),
+        _left_out(envelope.steps, shown),
+    )
 
 
 def _bar(step: int, value: float, known: list[tuple[int, float]]) -> Bar:

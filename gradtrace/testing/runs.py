@@ -73,6 +73,8 @@ class Run:
         bucket_numel: a bucket is reduced before it would exceed this.
         seed: of weights, batches and gradients.
         weight_seed: of the weights alone; ``None`` for ``seed``.
+        perturb_sample: the weights begin one unit in the last place away, as `run --perturb-ulp` makes
+            them, and the manifest says so; ``None`` for none.
         samples: size of the global batch; a multiple of world_size x micro_steps to compare runs.
         drift: how much gradients depend on the weights; 0 keeps local gradients equal for ever.
         noise: relative noise on local gradients, as another kernel would give.
@@ -81,6 +83,10 @@ class Run:
             (a loss that is normalised otherwise); empty for none.
         gradient_scale: factor on every gradient, to come near underflow or overflow.
         unused: ``(name, micro_step)``: that parameter gets no gradient in it.
+        momentum: of SGD, which steps the weights.
+        whole_weights: keep the values of weights, not digests.
+        loaded: steps before which a checkpoint with other weights was loaded.
+        optimizer_facts: members added over what `optimizer_state` usually says.
         twice: parameters whose gradient arrives in two parts (reentrant checkpointing).
         points: the points that the capture plan selects.
         partial: whether the first step was wrapped midway.
@@ -108,6 +114,7 @@ class Run:
     bucket_numel: int = 40
     seed: int = 0
     weight_seed: int | None = None
+    perturb_sample: int | None = None
     samples: int = 24
     drift: float = 0.0
     noise: float = 0.0
@@ -116,6 +123,10 @@ class Run:
     gradient_scale: float = 1.0
     unused: tuple[tuple[str, int], ...] = ()
     twice: tuple[str, ...] = ()
+    momentum: float = 0.0
+    whole_weights: bool = False
+    loaded: tuple[int, ...] = ()
+    optimizer_facts: Mapping[str, Any] = field(default_factory=dict)
     points: tuple[str, ...] = points.POINT_NAMES
     partial: bool = False
     faults: tuple[Fault, ...] = ()
@@ -125,6 +136,7 @@ class Run:
     effective: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[Mapping[str, Any], ...] | None = ()
 
     @property
     def buffer_dtype(self) -> str:
@@ -266,6 +278,7 @@ class Recorder:
                 partitions={unit: ids[layout] for unit, layout in shards.units[rank].items()},
                 effective={**_effective(run), **run.effective},
                 host=f"node{rank}.synthetic",
+                buffers=run.buffers,
             ),
             dict(enumerate(layouts)),
             shard_bytes=run.shard_bytes,

@@ -407,7 +407,12 @@ class _Index:
                 "only what the index refers to" if self.closed else "no segment missing in between",
             )
         if self._open_step is not None:
-            notes.append(f"rank {rank}: step {self._open_step} was not finished and is not judged")
+            open_ = [r.micro_step for r in self._records if r.step == self._open_step]
+            ran = 1 + max((m for m in open_ if m is not None), default=-1)
+            notes.append(
+                f"rank {rank}: step {self._open_step} was not finished and is not judged "
+                f"(micro-steps recorded of it: {ran})"
+            )
 
     def result(self) -> RankTrace:
         return RankTrace(

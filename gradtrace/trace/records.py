@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from gradtrace.trace.spans import Layout
 
 Json = Any  # what json.loads returns: str, float, int, bool, None, list, dict
 Facts = Mapping[str, Json]
+
+PERTURBATION_HASH: Final = "splitmix64/xxh3-64"  # what decides up or down; see docs/format.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Manifest:
         ds_config: the configuration as DeepSpeed was given it.
         packages: versions of python, torch, deepspeed, numpy, gradtrace.
         created_s: seconds since the epoch on rank 0's clock; for people only.
+        perturbation: ``sample``, ``ulp`` and ``hash`` where the weights were moved on purpose before the
+            run began; ``None`` where they were not.
     """
 
     run_id: str
@@ -66,6 +70,7 @@ class Manifest:
     ds_config: Facts
     packages: Mapping[str, str]
     created_s: float
+    perturbation: Facts | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -87,6 +92,8 @@ class Header:
         partitions: unit name (``group0``) -> id of the layout of this rank's shard of that unit.
         effective: settings as the optimizer object holds them (see docs/format.md).
         host: host name, for people only.
+        buffers: ``name``, ``dtype``, ``shape`` and ``hash`` (or ``None``) of every buffer of the model
+            when tracing began; ``None`` in traces that are older.
     """
 
     rank: int
@@ -96,6 +103,7 @@ class Header:
     partitions: Mapping[str, int]
     effective: Facts
     host: str
+    buffers: tuple[Facts, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

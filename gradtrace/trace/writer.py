@@ -61,6 +61,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "packages": dict(manifest.packages),
         "created_s": manifest.created_s,
     }
+    if manifest.perturbation is not None:
+        body["perturbation"] = dict(manifest.perturbation)
     write_whole(path / schema.MANIFEST, [schema.seal_file(body)])
 
 

@@ -154,3 +154,48 @@ def test_micro_steps():
     carry = sum(parts[:-1])
     result = _micro(carry, parts, carry=bounds.exact(carry))
     assert "micro-step 4 is lost" in result.detail
+
+
+def _parts(count, numel=60):
+    rng = np.random.default_rng(5)
+    values = [round_to(rng.standard_normal(numel), SINGLE) for _ in range(count)]
+    return [(number, bounds.exact(part)) for number, part in enumerate(values)]
+
+
+def _of_micro_steps(found, parts, **given):
+    values = [part for _, part in parts]
+    estimate = bounds.add_up(values, SINGLE) if values else bounds.zeros(len(found))
+    hypotheses = micro_step_hypotheses(_context(), parts, **given)
+    return explain(round_to(found, SINGLE), estimate, hypotheses, [], _context())
+
+
+@pytest.mark.parametrize("count", (2, 3, 4, 7))
+def test_what_was_lost_before_is_not_said_to_be_there(count):
+    """Only micro-step 0 was ever kept; the buffer that was carried is recorded as such."""
+    parts = _parts(count)
+    first = parts[0][1]
+    result = _of_micro_steps(first.value, parts, carry=first)
+    assert result.cause == "dropped_micro_steps"
+    lost = ", ".join(map(str, range(1, count)))
+    assert f"holds micro-step 0 only; micro-step{'s' * (count > 2)} {lost}" in result.detail
+
+
+def test_a_carry_that_no_micro_steps_make_is_called_what_it_is():
+    parts = _parts(3)
+    odd = bounds.exact(round_to(2.5 * parts[0][1].value - parts[1][1].value, SINGLE))
+    result = _of_micro_steps(odd.value, parts, carry=odd)
+    assert result.cause == "dropped_micro_steps"
+    assert "holds what was accumulated before only; micro-step 2 is lost" in result.detail
+
+
+def test_an_empty_buffer_is_zero_unless_others_lost_the_same_micro_steps():
+    result = _of_micro_steps(np.zeros(60), _parts(1))
+    assert result.cause == "zeroed"
+    assert "dropped_micro_steps" in {candidate.cause for candidate in result.also}
+
+
+def test_what_is_left_where_nothing_belongs_may_not_have_been_cleared():
+    before = _parts(1)[0][1]
+    result = _of_micro_steps(before.value, [], before=before)
+    assert result.cause == "stale"
+    assert "carried_over" in {candidate.cause for candidate in result.also}

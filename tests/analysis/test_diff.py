@@ -13,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gradtrace
 from gradtrace.analysis.diff import diff
+from gradtrace.analysis.gate import _ASKED_BY
 from gradtrace.analysis.results import DiffResult
 from gradtrace.testing.synthetic import Fault, Omission, Run, write_run
 from gradtrace.trace.reader import open_trace
@@ -85,7 +87,7 @@ def test_a_run_agrees_with_itself(compare: Compare) -> None:
     result = compare(BASE, BASE)
     assert result.verdict == "agree" and result.notes == ()
     assert [entry.local_grad for entry in result.growth] == [0.0, 0.0]
-    assert [entry.master_grad for entry in result.growth] == [0.0, 0.0]
+    assert [entry.gradient for entry in result.growth] == [0.0, 0.0]
 
 
 def test_open_traces_are_taken_too(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_loss_scales_that_differ_are_no_divergence(compare: Compare) -> None:
     run = replace(BASE, model_dtype="float16", loss_scale=8.0, clip=0.5)
     result = compare(run, replace(run, loss_scale=64.0, stage=3))
     assert result.verdict == "rounding", result.first
-    assert result.growth[0].master_grad is not None and result.growth[0].master_grad < 0.01
+    assert result.growth[0].gradient is not None and result.growth[0].gradient < 0.01
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -312,13 +314,16 @@ def test_a_clip_value_that_became_the_default(compare: Compare) -> None:
     assert result.first.point == "clipped_grad"
     assert (result.blame.side, result.blame.law, result.blame.cause) == ("neither", None, "scaled")
     assert "gradient_clipping differs: 0.0 against 0.5" in result.blame.detail
-    assert result.notes[0] == "effective gradient_clipping differs: 0.0 against 0.5"
+    assert result.notes[0] == (
+        "effective gradient_clipping differs: 0.0 against 0.5; "
+        "ds_config gradient_clipping is not set in either"
+    )
 
 
 def test_a_clip_value_that_clips_nothing(compare: Compare) -> None:
     result = compare(BASE, replace(BASE, clip=1e6))
     assert result.verdict == "agree"
-    assert "effective gradient_clipping differs: 0.0 against 1000000.0" in result.notes
+    assert result.notes[0].startswith("effective gradient_clipping differs: 0.0 against 1000000.0")
 
 
 def test_clipping_by_norms_that_differ_within_rounding(compare: Compare) -> None:
@@ -464,9 +469,34 @@ def test_settings_that_differ_are_named_with_both_values(compare: Compare) -> No
     notes = compare(BASE, other).notes
     assert 'package deepspeed differs: "0.0.0" against "0.18.2"' in notes
     assert "ds_config bf16.enabled differs: (not set) against true" in notes
-    assert "effective overlap_comm differs: false against true" in notes
+    assert (
+        "effective overlap_comm differs: false against true; "
+        "ds_config zero_optimization.overlap_comm is not set in either"
+    ) in notes
     assert 'effective model_dtype differs: "float32" against "bfloat16"' in notes
     assert any(note.startswith("dtype of parameters: float32 against bfloat16") for note in notes)
+
+
+def test_what_is_asked_for_stands_beside_what_is_in_effect(compare: Compare) -> None:
+    asked = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 2}}
+    one = replace(BASE, ds_config=asked, effective={"grad_accum_dtype": "bfloat16"})
+    two = replace(BASE, ds_config=asked, effective={"grad_accum_dtype": "float32"})
+    assert compare(one, two).notes == (
+        'effective grad_accum_dtype differs: "bfloat16" against "float32"; '
+        'ds_config data_types.grad_accum_dtype is "fp32" in both',
+    )
+    other = replace(BASE, ds_config={"gradient_clipping": 0.0, "optimizer": {"params": {"lr": 1}}})
+    assert compare(BASE, other).notes == (
+        "ds_config gradient_clipping differs: (not set) against 0.0; "
+        "in effect, gradient_clipping is 0.0 in both",
+        "ds_config optimizer.params.lr differs: (not set) against 1",
+    )
+
+
+def test_every_setting_that_is_asked_for_is_one_that_is_recorded() -> None:
+    """Words that nobody records would never be shown."""
+    text = (Path(gradtrace.__file__).parents[1] / "docs" / "format.md").read_text("utf-8")
+    assert not [name for name in _ASKED_BY if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize(

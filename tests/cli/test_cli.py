@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +87,50 @@ def test_statuses(
 def test_diff_json_is_section_7(cli: Cli, originals: Path) -> None:
     _, out, _ = cli("diff", originals / "bad", originals / "good", "--json")
     body = document(out)
-    assert list(body) == [
-        "format",
-        "version",
-        "verdict",
-        "first",
-        "blame",
-        "counts",
-        "reported",
-        "notes",
-    ]
+    members = "format version verdict first blame counts reported growth envelope notes"
+    assert list(body) == members.split()
     assert (body["first"]["step"], body["first"]["point"]) == (0, "accumulated")
     assert body["blame"]["side"] == "baseline"
     assert body == gradtrace.diff(originals / "bad", originals / "good").to_dict()
+
+
+def test_diff_envelope(cli: Cli, originals: Path, tmp_path: Path) -> None:
+    noise = []
+    for sample in (0, 1):
+        path = write_run(tmp_path / f"n{sample}", replace(GOOD, perturb_sample=sample))
+        noise += ["--envelope", path]
+    pair = ("diff", originals / "good", originals / "z3")
+    status, out, _ = cli(*pair, *noise, "--json")
+    body = document(out)
+    assert status == 0
+    assert list(body["envelope"]) == [
+        "samples", "factor", "chance", "p_value", "first_outside", "steps", "reading",
+    ]  # fmt: skip
+    assert body["envelope"]["samples"] == [0, 1]
+    assert body["envelope"]["chance"] == 1 / 3
+    status, out, _ = cli(*pair, *noise)
+    assert status == 0 and "Noise envelope" in out
+    status, out, err = cli(*pair, "--envelope", originals / "bad", "--json")
+    assert status == 2
+    assert document(out)["slug"] == "not_an_envelope"
+    assert "[not_an_envelope]" in err
+
+
+def test_info_of_a_perturbed_run(cli: Cli, originals: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "noise", replace(GOOD, perturb_sample=5))
+    _, out, _ = cli("info", path, "--json")
+    assert document(out)["perturbation"] == {"sample": 5, "ulp": 1, "hash": "splitmix64/xxh3-64"}
+    _, out, _ = cli("info", path)
+    assert "moved by one unit in the last place before the run, sample 5" in " ".join(out.split())
+    _, out, _ = cli("info", originals / "good", "--json")
+    assert document(out)["perturbation"] is None
+
+
+@pytest.mark.parametrize("sample", ["-1", "x", "1.5"])
+def test_run_wants_the_number_of_a_sample(cli: Cli, tmp_path: Path, sample: str) -> None:
+    status, _, err = cli("run", "-o", tmp_path / "t", "--perturb-ulp", sample, "train.py")
+    assert status == 2
+    assert "--perturb-ulp" in err and "[bad_option]" in err
 
 
 def test_audit_json_is_section_7(cli: Cli, originals: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradtrace.analysis.results import (
     LAWS,
     AuditResult,
@@ -9,10 +11,10 @@ from gradtrace.analysis.results import (
     DiffResult,
     Divergence,
     Finding,
-    Growth,
     Hop,
     LawCount,
 )
+from gradtrace.analysis.series import Envelope, EnvelopeStep, Growth
 
 # What a stranger's trace may call a parameter: control characters, markup, a script, right-to-left.
 NASTY = "a\x1b[31m\x9b2J\r\n[red]x[/red] <script>alert(1)</script>&'\"\u202e\u2028\ud800"
@@ -78,9 +80,26 @@ def diverged(param: str = "layers.0.weight") -> DiffResult:
         ),
         counts={"compared": 120, "equal": 40, "rounding": 20, "diverged": 60, "left_out": 12},
         notes=(f"left out: {param}",),
-        growth=(Growth(0, 0.0, 0.7), Growth(1, 1e-6, float("inf")), Growth(2, 1e-3, None)),
+        growth=(
+            Growth(0, 0.7, 0.02, 0.0, 2.5, 2.5, "equal", 0.0),
+            Growth(1, float("inf"), float("inf"), 1e-6, 2.0, 2.25, "differ", judged=False),
+            Growth(2, None, None, 1e-3, judged=False),
+        ),
         baseline_audit=failed(param),
         candidate_audit=passed(),
+    )
+
+
+def with_envelope(outside: bool) -> DiffResult:
+    steps = tuple(EnvelopeStep(step, 2e-7, 1e-7, 2.0, inside=True) for step in range(40))
+    if outside:
+        late = tuple(EnvelopeStep(step, 0.7, 1e-7, 7e6, inside=False) for step in range(21, 40))
+        steps = (*steps[:21], *late)
+    return replace(
+        verdict_only("rounding"),
+        envelope=Envelope(
+            (0, 3), 4.0, 1 / 3, 1 / 3, 21 if outside else None, steps, "What follows from it."
+        ),
     )
 
 

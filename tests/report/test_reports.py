@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,6 +12,7 @@ import sample_results as results
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradtrace.analysis.series import Growth
 from gradtrace.report import html, text
 from gradtrace.report.escape import printable
 from gradtrace.report.page import Bars, Commands, Page, Section, facts, section
@@ -41,6 +43,8 @@ PAGES = {
     "audit": lambda: audit_page(results.failed(), "a"),
     "pass": lambda: audit_page(results.passed(), "a"),
     "demo": lambda: demo_page(demo_result()),
+    "inside": lambda: diff_page(results.with_envelope(outside=False), "a", "b"),
+    "outside": lambda: diff_page(results.with_envelope(outside=True), "a", "b"),
     "nasty diff": lambda: diff_page(results.diverged(results.NASTY), results.NASTY, "b"),
     "nasty audit": lambda: audit_page(results.failed(results.NASTY), results.NASTY),
 }
@@ -68,6 +72,34 @@ def test_diff_says_the_verdict_first() -> None:
     assert "compared 120" in flat
 
 
+def test_growth_is_a_table_and_a_drawing() -> None:
+    shown = " ".join(as_text(PAGES["diff"]()).split())
+    assert "step gradient largest baseline loss candidate loss difference weights" in shown
+    assert "0 0.7 0.02 2.5 2.5 0 equal" in shown
+    assert "1 inf inf 2 2.25 0.25 differ" in shown
+    assert "averaged gradient: relative L2 distance" in shown
+
+
+def test_long_growth_is_thinned_and_says_so() -> None:
+    growth = tuple(Growth(step, 1e-7 * (step + 1)) for step in range(100))
+    page = diff_page(replace(results.verdict_only("rounding"), growth=growth), "a", "b")
+    shown = as_text(page)
+    assert "20 of 100 steps are shown; --json has all." in shown
+    assert "step 99" in shown
+
+
+@pytest.mark.parametrize("outside", (False, True))
+def test_the_envelope_is_read_out(outside: bool) -> None:
+    page = PAGES["outside" if outside else "inside"]()
+    shown = " ".join(as_text(page).split())
+    assert shown.startswith("ROUNDING")
+    assert "Noise envelope What follows from it. 2 perturbed runs (sample 0, 3)" in shown
+    assert "a chance of 0.33; by its worst step it ranks at p = 0.33" in shown
+    assert ("21 0.7 1e-07 7e+06 outside" in shown) == outside  # the first outside is never thinned
+    assert "of 40 steps are shown" in shown
+    assert "Noise envelope" in html.render(page)
+
+
 @pytest.mark.parametrize(
     ("verdict", "notes", "expected"),
     [
@@ -91,7 +123,7 @@ def test_audit_says_the_verdict_first() -> None:
     assert "end_to_end dropped_micro_steps 1 step 0, micro-step 1, rank 0" in shown
     assert "accumulate_local: local_accum is absent (12)" in shown
     assert as_text(PAGES["pass"]()).startswith(
-        "PASS: every law that could be checked holds (864 ch"
+        "PASS: every law that could be checked holds (1056 ch"
     )
 
 

@@ -34,6 +34,7 @@ from gradtrace.analysis.laws.common import (
 from gradtrace.trace.dtypes import DTYPES, Dtype
 
 LAW = "accumulate"
+MOST_LEFT = 8  # earlier contents that a buffer may have kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,10 @@ def _check_span(
         yield from micro_step_hypotheses(
             context, parts, carry=carry, before=last_of_step_before(scene, event, start, stop)
         )
+        for left in _left_behind(scene, event, start, stop):
+            for other in micro_step_hypotheses(context, parts, carry=carry, before=left):
+                if other.cause in {"carried_over", "stale"}:
+                    yield other
         if carry is not None and parts:
             yield from weighed(found, carry, parts[-1], context.point, event.dtype)
         yield from _own(scene, event, context.point, start, stop)
@@ -271,6 +276,23 @@ def last_of_step_before(scene: Scene, event: Event, start: int, stop: int) -> Es
     earlier = last_of_previous(scene, event)
     values = None if earlier is None else scene.alignment.cut(earlier, start, stop)
     return None if values is None else exact(values)
+
+
+def _left_behind(scene: Scene, event: Event, start: int, stop: int) -> Iterator[Estimate]:
+    """Yield what the buffer held earlier in the step before, the latest first.
+
+    With the optimizer on the CPU there are two buffers, and the last record is not the one that is
+    added to.
+    """
+    previous = scene.alignment.previous_step(scene.step)
+    if previous is None:
+        return
+    record = event.record
+    events = scene.alignment.step_events(previous, record.point, record.rank, event.param)
+    for one in events[-2 : -2 - MOST_LEFT : -1]:
+        values = scene.alignment.cut(one, start, stop)
+        if values is not None:
+            yield exact(values)
 
 
 def _swapped(scene: Scene, event: Event, numel: int) -> Iterator[Hypothesis]:

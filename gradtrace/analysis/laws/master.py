@@ -12,8 +12,9 @@ import numpy as np
 
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, add_up, cast, exact, zeros
-from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses
+from gradtrace.analysis.hypotheses import Design, Hypothesis, micro_step_hypotheses, weighted
 from gradtrace.analysis.laws.accumulate import last_of_step_before, shard, shards_of
+from gradtrace.analysis.laws.accumulate_local import gradient
 from gradtrace.analysis.laws.common import (
     Lack,
     Place,
@@ -24,11 +25,13 @@ from gradtrace.analysis.laws.common import (
     simple_finding,
 )
 from gradtrace.analysis.laws.norm import LARGEST_NORM
+from gradtrace.analysis.laws.pack import added_later
 from gradtrace.trace.dtypes import Dtype
 from gradtrace.trace.records import Parameter
 from gradtrace.trace.spans import PADDING
 
 LAW = "master"
+MOST_LATE = 32  # micro-steps, counted from the last, that may have been added after the collective
 _Parts = list[tuple[str, Estimate]]
 
 
@@ -166,6 +169,7 @@ def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
         if len(pieces) > 1 or before is not None:
             yield from micro_step_hypotheses(context, pieces, before=before)
         yield from _stepped_with(scene, event, start, stop)
+        yield from _not_reduced(scene, event, estimate, start, stop)
         yield from _swapped(scene, event, stop - start)
 
     check(
@@ -216,7 +220,20 @@ def _terms(scene: Scene, event: Event, start: int, stop: int) -> tuple[_Parts, D
             return Lack("gap", "the shards hold other elements than master_grad")
         middle = dtype
         parts.append((f"micro-step {one.record.micro_step}", piece))
+        parts += _added_later(scene, one, start, stop, dtype)
     return parts, middle
+
+
+def _added_later(scene: Scene, one: Event, start: int, stop: int, dtype: Dtype) -> _Parts:
+    """Return what a bucket of one rank lacked, which its own addition after the collective brings."""
+    buckets = scene.alignment.step_events(scene.step, "bucket", one.record.rank, one.param)
+    bucket = largest_before(buckets, one.record.order)
+    if bucket is None:
+        return []
+    return [
+        (f"micro-step {number} (added after the collective)", cast(part, bucket.dtype, dtype))
+        for number, part in added_later(scene, bucket, start, stop)
+    ]
 
 
 def _nothing(scene: Scene, rank: int, param: int, dtype: Dtype) -> tuple[_Parts, Dtype] | Lack:
@@ -240,6 +257,35 @@ def _stepped_with(scene: Scene, event: Event, start: int, stop: int) -> Iterator
         if values is not None:
             words = "The optimizer is given what it stepped with in the step before."
             yield Hypothesis("stale", words, exact(values))
+
+
+def _not_reduced(
+    scene: Scene, event: Event, estimate: Estimate, start: int, stop: int
+) -> Iterator[Hypothesis]:
+    """Propose the rank's own gradients: all of them, or one beside what was reduced."""
+    rank = event.record.rank
+    if len(scene.alignment.header(rank).dp_ranks) < 2:
+        return
+    own: list[tuple[int, Estimate]] = []
+    for micro_step in scene.micro_steps:
+        gradients = scene.gradients(micro_step, rank, event.param)
+        if isinstance(gradients, Lack):
+            return
+        if gradients:
+            part = gradient(scene, gradients, start, stop, event.dtype)
+            own.append((micro_step, part))
+    if not own:
+        return
+    words = f"The optimizer is given rank {rank}'s own gradients: they were not reduced."
+    total = weighted([(1.0, part) for _, part in own], event.dtype)
+    yield Hypothesis("not_reduced", words, total)
+    for micro_step, part in own[-MOST_LATE:]:
+        words = (
+            f"Beside what was reduced, the optimizer is given rank {rank}'s own gradient of "
+            f"micro-step {micro_step}: it was added after the collective, and stays on the rank."
+        )
+        late = weighted([(1.0, estimate), (1.0, part)], event.dtype)
+        yield Hypothesis("not_reduced", words, late)
 
 
 def _swapped(scene: Scene, event: Event, numel: int) -> Iterator[Hypothesis]:

@@ -7,10 +7,10 @@ micro-step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradtrace.analysis.align import Event
-from gradtrace.analysis.bounds import Estimate, add_up, cast, either, exact, zeros
+from gradtrace.analysis.bounds import Estimate, add_up, breaks, cast, either, exact, zeros
 from gradtrace.analysis.hypotheses import Hypothesis, micro_step_hypotheses
 from gradtrace.analysis.laws.accumulate_local import gradient, occurrences
 from gradtrace.analysis.laws.common import (
@@ -30,11 +30,25 @@ MOST_PEERS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Hold what a bucket should contain: parts by micro-step, and the dtype they were added in."""
+    """Hold what a bucket should contain.
+
+    Attributes:
+        estimate: all of it.
+        parts: by micro-step; the first may be a buffer that holds earlier ones too.
+        dtype: that they were added in.
+        buffered: the last micro-step that such a buffer holds, or ``None``.
+    """
 
     estimate: Estimate
     parts: tuple[tuple[int, Estimate], ...]
     dtype: Dtype
+    buffered: int | None = None
+
+    @property
+    def carry(self) -> Estimate | None:
+        """Return the buffer to which the last micro-step is added, if there is one."""
+        alone = self.buffered is not None and len(self.parts) == 2
+        return self.parts[0][1] if alone else None
 
 
 def check_param(scene: Scene, param: int) -> None:
@@ -56,6 +70,10 @@ def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
     if isinstance(source, Lack):
         scene.ledger.lack(LAW, source)
         return
+    if added_later(scene, event, start, stop):
+        reason = "added after the collective, which is the same on one rank"
+        scene.ledger.lack(LAW, Lack("skip", reason))
+        return
     record = event.record
     found = scene.alignment.cut(event, start, stop)
     assert found is not None
@@ -71,13 +89,37 @@ def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
             earlier = last_of_previous(scene, event)
         stale = None if earlier is None else scene.alignment.cut(earlier, start, stop)
         before = None if stale is None else exact(stale)
-        yield from micro_step_hypotheses(context, source.parts)
+        yield from micro_step_hypotheses(
+            context, _split(scene, event, source, start, stop), carry=source.carry
+        )
         if before is not None:
             words = f"{context.point} still holds what entered the collective before."
             yield Hypothesis("stale", words, before)
         yield from _swapped(scene, event, start, stop)
 
     check(scene, place, found, source.estimate, context=context, hypotheses=hypotheses)
+
+
+def added_later(
+    scene: Scene, event: Event, start: int, stop: int
+) -> tuple[tuple[int, Estimate], ...]:
+    """Return the last micro-step of a bucket of one rank, where the bucket holds all but that.
+
+    Whether it is added before or after the collective makes no difference then: where it is added at
+    all is for ``master`` to judge.
+    """
+    if len(scene.alignment.header(event.record.rank).dp_ranks) != 1:
+        return ()
+    source = _source(scene, event, start, stop)
+    found = scene.alignment.cut(event, start, stop)
+    if isinstance(source, Lack) or found is None or not source.parts:
+        return ()
+    number, now = source.parts[-1]
+    if number != event.record.micro_step or not breaks(found, source.estimate).any():
+        return ()
+    parts = [part for _, part in source.parts[:-1]]
+    rest = add_up(parts, source.dtype) if parts else zeros(stop - start)
+    return () if breaks(found, rest).any() else ((number, now),)
 
 
 def _source(scene: Scene, event: Event, start: int, stop: int) -> _Source | Lack:
@@ -118,8 +160,26 @@ def _from_buffer(scene: Scene, event: Event, base: Event, start: int, stop: int)
     held = (base.record.micro_step, estimate)
     later = range(base.record.micro_step + 1, event.record.micro_step + 1)
     if not later:
-        return _Source(estimate, (held,), coarsest(base.dtype, event.dtype))
-    return _from_gradients(scene, event, later, start, stop, held)
+        dtype = coarsest(base.dtype, event.dtype)
+        return _Source(estimate, (held,), dtype, base.record.micro_step)
+    found = _from_gradients(scene, event, later, start, stop, held)
+    return found if isinstance(found, Lack) else replace(found, buffered=base.record.micro_step)
+
+
+def _split(
+    scene: Scene, event: Event, source: _Source, start: int, stop: int
+) -> tuple[tuple[int, Estimate], ...]:
+    """Return the parts with the buffer taken apart into its micro-steps, as far as they are known."""
+    if source.buffered is None:
+        return source.parts
+    parts: list[tuple[int, Estimate]] = []
+    for micro_step in range(source.buffered + 1):
+        gradients = scene.gradients(micro_step, event.record.rank, event.param)
+        if isinstance(gradients, Lack):
+            return source.parts
+        if gradients:
+            parts.append((micro_step, gradient(scene, gradients, start, stop, source.dtype)))
+    return (*parts, *source.parts[1:])
 
 
 def _from_gradients(

@@ -10,7 +10,7 @@ mismatch silent in the run: the ranks add up different parameters. Where every r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from gradtrace.analysis.laws.common import check as judge
 from gradtrace.analysis.results import Finding
 from gradtrace.trace.dtypes import Float64
 from gradtrace.trace.records import Record
-from gradtrace.trace.spans import PADDING, Layout
+from gradtrace.trace.spans import PADDING, Layout, Span
 
 LAW = "replicate"
 _Collective = tuple[str, str, str, Layout]
@@ -216,27 +216,57 @@ def _collectives(scene: Scene, micro_step: int) -> None:
         if len(set(lists.values())) == 1:
             scene.ledger.passed(LAW)
             continue
-        param, detail = _difference(scene, lists)
-        place = Place(LAW, scene.step, micro_step, odd_one(lists), param, "bucket")
-        simple_finding(scene, place, "order_mismatch", detail)
+        for param, detail in _mixed(scene, lists).items() or [_difference(scene, lists)]:
+            place = Place(LAW, scene.step, micro_step, odd_one(lists), param, "bucket")
+            simple_finding(scene, place, "order_mismatch", detail)
+
+
+def _mixed(scene: Scene, lists: Mapping[int, tuple[_Collective, ...]]) -> dict[int, str]:
+    """Return the parameters that another one is added to, each with the words for it."""
+    lowest = min(lists)
+    mixed: dict[int, str] = {}
+    for rank in sorted(lists):
+        for at, (left, right) in enumerate(zip(lists[lowest], lists[rank], strict=False)):
+            for one, two in _overlaps(left[3], right[3]):
+                if one.param == two.param or PADDING in {one.param, two.param}:
+                    continue
+                words = (
+                    f"Collective {at} adds up {scene.name(one.param)} of rank {lowest} with "
+                    f"{scene.name(two.param)} of rank {rank} at the same place of the buffer."
+                )
+                mixed.setdefault(one.param, words)
+                mixed.setdefault(two.param, words)
+    return mixed
+
+
+def _overlaps(left: Layout, right: Layout) -> Iterator[tuple[Span, Span]]:
+    """Yield the spans of two layouts of one buffer that share elements of it."""
+    if left == right:
+        return
+    mine, theirs = (
+        iter(sorted(spans, key=lambda span: span.flat_offset)) for spans in (left, right)
+    )
+    one, two = next(mine, None), next(theirs, None)
+    while one is not None and two is not None:
+        ends = one.flat_offset + one.numel, two.flat_offset + two.numel
+        if max(one.flat_offset, two.flat_offset) < min(ends):
+            yield one, two
+        if ends[0] <= ends[1]:
+            one = next(mine, None)
+        if ends[1] <= ends[0]:
+            two = next(theirs, None)
 
 
 def _difference(
     scene: Scene, lists: Mapping[int, tuple[_Collective, ...]]
 ) -> tuple[int | None, str]:
-    """Find the first collective that is not the same everywhere, and say how it differs."""
+    """Find the first collective that is not the same everywhere, where no parameters are mixed."""
     lowest = min(lists)
     other = next(rank for rank in sorted(lists) if lists[rank] != lists[lowest])
     mine, theirs = lists[lowest], lists[other]
     for at, (left, right) in enumerate(zip(mine, theirs, strict=False)):
         if left == right:
             continue
-        for one, two in zip(left[3], right[3], strict=False):
-            if one != two and PADDING not in {one.param, two.param}:
-                return one.param, (
-                    f"Collective {at} adds up {scene.name(one.param)} of rank {lowest} with "
-                    f"{scene.name(two.param)} of rank {other} at the same place of the buffer."
-                )
         only = [span.param for span in (*left[3], *right[3]) if span.param != PADDING]
         return (only[0] if only else None), (
             f"Collective {at} differs: rank {lowest} has {_words(left)}, "

@@ -49,6 +49,37 @@ def check(scene: Scene) -> None:
                 scene.ledger.broken[LAW] += 1
 
 
+def short_window(scene: Scene) -> str | None:
+    """Say that a step held more or fewer micro-steps than each of its losses was divided by.
+
+    That breaks no law: a caller may end a window where he likes. But the gradient is not the mean.
+    """
+    rank = scene.ranks[0]
+    ran = len(scene.micro_steps)
+    last: Record | None = None
+    for micro_step in scene.micro_steps:
+        records = scene.alignment.records(scene.step, "loss", rank, micro_step)
+        facts = records[-1].facts if records else {}
+        scale, gas = _number(facts.get("loss_scale")), _number(facts.get("gas"))
+        if not scale or not gas or gas in {1, ran} or scene.partial:
+            return None
+        seeds, asked = _seeds(facts, scale / gas, gas)
+        tolerance = _tolerance(scene, rank, records[-1])
+        if not seeds or any(not abs(seed - asked) <= tolerance * asked for seed in seeds):
+            return None
+        last = records[-1]
+    if last is None:
+        return None
+    claim = last.facts.get("boundary")
+    ended = {True: "claimed", False: "not claimed"}.get(claim) if isinstance(claim, bool) else None
+    said = "" if ended is None else f" (a boundary was {ended} at the last)"
+    gas = last.facts.get("gas")
+    return (
+        f"step {scene.step} held {ran} micro-steps{said}, and the loss of each was divided by {gas}: "
+        f"the gradient is {ran}/{gas} of their mean"
+    )
+
+
 def _number(value: Any) -> float | None:
     try:
         return decode_float(value)

@@ -388,11 +388,24 @@ def engine_of(module: torch.nn.Module | None) -> Any | None:
     return None
 
 
-def patch_initialize(on_engine: Callable[[Any], None]) -> Callable[[], None]:
+def patch_initialize(
+    on_engine: Callable[[Any], None], on_model: Callable[[Any], None] | None = None
+) -> Callable[[], None]:
     """Call ``on_engine`` with every engine that ``deepspeed.initialize`` makes from now on.
 
+    Args:
+        on_engine: takes the engine.
+        on_model: takes each engine's model once its weights are cast, on the device and the same on all
+            ranks, and before an optimizer is made of them.
+
     Returns:
-        A function that puts ``deepspeed.initialize`` back.
+        A function that puts everything back.
+
+    Raises:
+        ProbeError: the engine of this release prepares its model elsewhere.
+
+    Source: 0.14.4 to 0.19.8, engine.py ``DeepSpeedEngine.__init__``: ``_configure_distributed_model``
+    casts, moves and broadcasts the weights; ``_configure_optimizer`` comes after it.
     """
     import deepspeed
 
@@ -404,10 +417,35 @@ def patch_initialize(on_engine: Callable[[Any], None]) -> Callable[[], None]:
         on_engine(made[0])
         return made
 
+    put_back = [] if on_model is None else [_patch_model(on_model)]
     deepspeed.initialize = initialize
 
     def restore() -> None:
         if deepspeed.initialize is initialize:
             deepspeed.initialize = original
+        for undo in put_back:
+            undo()
+
+    return restore
+
+
+def _patch_model(on_model: Callable[[Any], None]) -> Callable[[], None]:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    name = "_configure_distributed_model"
+    original = vars(DeepSpeedEngine).get(name)
+    if original is None:
+        missing(f"DeepSpeedEngine.{name}", "moving weights before an optimizer is made of them")
+
+    def configure(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(engine, *args, **kwargs)
+        on_model(engine.module)
+        return result
+
+    setattr(DeepSpeedEngine, name, configure)
+
+    def restore() -> None:
+        if vars(DeepSpeedEngine).get(name) is configure:
+            setattr(DeepSpeedEngine, name, original)
 
     return restore

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
+
+import torch
 
 from gradtrace import errors
 from gradtrace.capture.adapters import select

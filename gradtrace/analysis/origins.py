@@ -42,6 +42,19 @@ def stretch_hashes(trace: Trace, record: Record) -> Iterator[tuple[Span, str]]:
         yield span, hash_text(value_hash(here, span.param_offset))
 
 
+def stretch_hash(trace: Trace, record: Record, span: Span) -> str:
+    """Return the hash of one stretch of a record, from its digest or its values.
+
+    Raises:
+        DamagedTraceError: the shard does not match its checksum.
+    """
+    if record.key is None:
+        hashes: list[str] = record.facts["digest"]["hash"]
+        return hashes[trace.layout(record).index(span)]
+    here = trace.bits(record)[span.flat_offset : span.flat_offset + span.numel]
+    return hash_text(value_hash(here, span.param_offset))
+
+
 def whole_weights(alignment: Alignment, step: int, rank: int) -> dict[int, Hashed]:
     """Return the hashes of the parameters that one rank holds whole at the start of a step."""
     found: dict[int, Hashed] = {}
@@ -86,12 +99,16 @@ class Origins:
         weight_note: how the weights differ, or empty.
         batches: (micro_step, rank) -> how the batches there relate, and in words how they differ.
         reordered: the batches that differ are the same ones at other places.
+        buffers: how the model's buffers relate, as they were when tracing began.
+        buffer_note: how they differ, or empty.
     """
 
     weights: Relation = "unknown"
     weight_note: str = ""
     batches: Mapping[tuple[int, int], tuple[Relation, str]] = field(default_factory=dict)
     reordered: bool = False
+    buffers: Relation = "unknown"
+    buffer_note: str = ""
 
     def batch(self, micro_step: int | None, rank: int | None) -> tuple[Relation, str]:
         """Return how the batches relate that a place depends on: of all ranks, and up to a micro-step.
@@ -126,6 +143,8 @@ class Origins:
                 f"the weights differ at the start of step {step}, though no gradient before does: "
                 f"{self.weight_note}"
             )
+        if self.buffers == "differ" and begins:
+            yield f"the runs begin with different buffers of the model: {self.buffer_note}"
         differ = [(p, told) for p, (how, told) in sorted(self.batches.items()) if how == "differ"]
         if differ:
             (micro_step, rank), told = differ[0]
@@ -144,12 +163,47 @@ def compare_origins(
         corresponding: whether a micro-step of a rank is the same one on both sides.
     """
     weights, note = compare_weights(baseline, candidate, step)
+    held = compare_buffers(baseline, candidate)
     if not corresponding:
-        return Origins(weights, note)
+        return Origins(weights, note, buffers=held[0], buffer_note=held[1])
     sides = (_batches(baseline, step), _batches(candidate, step))
     places = sorted(set(sides[0]) | set(sides[1]))
     related = {place: relate(*(side.get(place, ()) for side in sides)) for place in places}
-    return Origins(weights, note, related, _reordered(*sides))
+    return Origins(weights, note, related, _reordered(*sides), *held)
+
+
+def compare_buffers(baseline: Alignment, candidate: Alignment) -> tuple[Relation, str]:
+    """Compare the model's buffers on the lowest rank of each run; say in words how they differ.
+
+    Unlike weights, of which stages keep copies in other dtypes, a buffer is used as it is: another
+    dtype is another value.
+    """
+    tables = [
+        None if held is None else {entry["name"]: entry for entry in held}
+        for held in (
+            side.trace.ranks[side.ranks[0]].header.buffers if side.ranks else None
+            for side in (baseline, candidate)
+        )
+    ]
+    mine, theirs = tables
+    if mine is None or theirs is None:
+        return "unknown", ""
+    differ: list[str] = []
+    unknown = set(mine) != set(theirs)
+    for name in [name for name in mine if name in theirs]:
+        one, two = mine[name], theirs[name]
+        for member in ("shape", "dtype"):
+            if one[member] != two[member]:
+                differ.append(f"{name} ({member} {one[member]} against {two[member]})")
+                break
+        else:
+            unknown |= None in (one["hash"], two["hash"])
+            if one["hash"] != two["hash"] and None not in (one["hash"], two["hash"]):
+                differ.append(f"{name} ({one['dtype']}, shape {one['shape']}: other values)")
+    if differ:
+        more = f", and {len(differ) - _NAMED} more" if len(differ) > _NAMED else ""
+        return "differ", f"{len(differ)} of {len(mine)}: {', '.join(differ[:_NAMED])}{more}"
+    return ("unknown" if unknown else "equal"), ""
 
 
 def compare_weights(baseline: Alignment, candidate: Alignment, step: int) -> tuple[Relation, str]:

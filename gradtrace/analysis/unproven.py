@@ -12,7 +12,7 @@ from typing import Final
 
 from gradtrace.analysis.compare import Outcome, Step, at_micro_step
 from gradtrace.analysis.gate import Pair
-from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio, thresholds
+from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio
 from gradtrace.analysis.normalisation import LossWeights, loss_weights
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import number
@@ -129,15 +129,13 @@ def _why(
         else:
             why = f"loss normalisation, not a fault of ZeRO.{_same_factor(step, losses, factor)}"
         return "scaled", f"{point} differs by one factor for all parameters: {why}"
+    if weights is not None and weights.absent:
+        return "inputs_differ", f"{size}. {weights.told()}"
     if weights is not None:
         return "scaled", (
             f"{point} differs, and one weight for each micro-step explains it for all parameters: loss "
             f"normalisation, not a fault of ZeRO. {weights.told()}"
         )
-    regroup = step.tally.regroup if step.mode == "boundary" else None
-    weighed = None if regroup is None else regroup.story(thresholds(step.dtype).rounding)
-    if weighed is not None:
-        return weighed[0], f"{size}. {weighed[1]}"
     if apart_too:
         cause, why = _suspected(step, micro_step, rank)
         return cause, f"{size}. {why}"
@@ -180,10 +178,18 @@ def _suspected(step: Step, micro_step: int | None, rank: int | None) -> tuple[st
     """Return what may have made losses differ, where hashes prove nothing to differ."""
     same_batch = step.origins.batch(micro_step, rank)[0] == "equal"
     same_weights = step.origins.weights == "equal"
+    if same_batch and step.origins.buffers == "differ":
+        also = " and weights" if same_weights else ""
+        return "inputs_differ", (
+            f"Batches{also} are the same bits, but buffers of the model, which its forward pass reads, "
+            f"are not: {step.origins.buffer_note}."
+        )
     if same_batch and same_weights:
+        same = step.origins.buffers == "equal"
+        held, left = (", weights and buffers", "") if same else (" and weights", "buffers, ")
         return "unknown", (
-            "Batches and weights are the same bits: the forward pass itself differs (code, buffers, "
-            "random numbers, or what was not passed to it)."
+            f"Batches{held} are the same bits: the forward pass itself differs (code, {left}random "
+            "numbers, or what was not passed to it)."
         )
     if same_batch:
         return "unknown", "The batches are the same bits; nothing says whether the weights are."

@@ -34,7 +34,7 @@ def describe_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
             truncated = True
             break
         if isinstance(value, torch.Tensor):
-            tensors.append({"name": name[:_NAME], **_tensor(value)})
+            tensors.append(describe_tensor(name, value))
         else:
             others.append({"name": name[:_NAME], **_other(value)})
     return {"tensors": tensors, "others": others, "truncated": truncated}
@@ -56,11 +56,17 @@ def _leaves(name: str, value: Any, left: int) -> Iterator[tuple[str, Any]]:
         yield from _leaves(child, entry, left - 1)
 
 
-def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
+def describe_tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """Return name, shape and dtype of a tensor, and its hash, computed where it is."""
     mixed = None
     if hashable(tensor):
         mixed = pending((value_hash(tensor),), lambda held: hash_text(int(held[0])))
-    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "hash": mixed}
+    return {
+        "name": name[:_NAME],
+        "shape": list(tensor.shape),
+        "dtype": dtype_name(tensor.dtype),
+        "hash": mixed,
+    }
 
 
 def _other(value: Any) -> dict[str, Any]:

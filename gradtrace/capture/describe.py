@@ -13,6 +13,7 @@ import torch
 
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Adapter, Model
+from gradtrace.capture.batch import describe_tensor
 from gradtrace.capture.options import SECTION, CaptureOptions
 from gradtrace.capture.perturb import perturbation_of
 from gradtrace.capture.snapshot import dtype_name, resolve
@@ -89,6 +90,8 @@ def _weightless(adapter: Adapter, model: Model) -> dict[str, str]:
         absent["master_weight"] = "no separate fp32 weights are known of this optimizer"
     elif adapter.masters(model) is None:
         absent["master_weight"] = "the fp32 weights are not in this process's memory"
+    if adapter.stepped is None:
+        absent["optimizer_state"] = "where this optimizer keeps its state is not known"
     return absent
 
 
@@ -186,5 +189,9 @@ def header(
         partitions=partitions,
         effective=subject.effective,
         host=socket.gethostname(),
+        buffers=tuple(
+            resolve(describe_tensor(name, buffer))
+            for name, buffer in subject.model.engine.module.named_buffers()
+        ),
     )
     return described, layouts

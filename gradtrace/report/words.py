@@ -18,6 +18,8 @@ LAW_WORDS: Final = {
     "master": "master = accumulated",
     "unscale_clip": "clipped = master / factor",
     "end_to_end": "master = mean of locals",
+    "update": "weights = optimizer's rule",
+    "publish": "model's weights = master",
 }
 
 # The point that each law explains, in causal order: what a hop leads to.
@@ -31,6 +33,8 @@ LAW_POINTS: Final = {
     "master": "master_grad",
     "unscale_clip": "clipped_grad",
     "end_to_end": "master_grad",
+    "update": "master_weight",
+    "publish": "weight",
 }
 
 CAUSE_WORDS: Final = {
@@ -52,7 +56,7 @@ CAUSE_WORDS: Final = {
     "partly_overwritten": "a part of the values was overwritten",
     "not_unscaled": "the loss scale was not divided out",
     "wrong_clip": "clipped by another factor than the norm asks for",
-    "inputs_differ": "the two runs were fed different data",
+    "inputs_differ": "the forward passes worked on different data",
     "weights_differ": "the two runs already hold different weights",
     "boundary_mismatch": "ranks or runs disagree on where the accumulation ends",
     "order_mismatch": "the ranks combine different parameters with each other",

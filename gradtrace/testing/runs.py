@@ -83,6 +83,10 @@ class Run:
             (a loss that is normalised otherwise); empty for none.
         gradient_scale: factor on every gradient, to come near underflow or overflow.
         unused: ``(name, micro_step)``: that parameter gets no gradient in it.
+        momentum: of SGD, which steps the weights.
+        whole_weights: keep the values of weights, not digests.
+        loaded: steps before which a checkpoint with other weights was loaded.
+        optimizer_facts: members added over what `optimizer_state` usually says.
         twice: parameters whose gradient arrives in two parts (reentrant checkpointing).
         points: the points that the capture plan selects.
         partial: whether the first step was wrapped midway.
@@ -119,6 +123,10 @@ class Run:
     gradient_scale: float = 1.0
     unused: tuple[tuple[str, int], ...] = ()
     twice: tuple[str, ...] = ()
+    momentum: float = 0.0
+    whole_weights: bool = False
+    loaded: tuple[int, ...] = ()
+    optimizer_facts: Mapping[str, Any] = field(default_factory=dict)
     points: tuple[str, ...] = points.POINT_NAMES
     partial: bool = False
     faults: tuple[Fault, ...] = ()
@@ -128,6 +136,7 @@ class Run:
     effective: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[Mapping[str, Any], ...] | None = ()
 
     @property
     def buffer_dtype(self) -> str:
@@ -269,6 +278,7 @@ class Recorder:
                 partitions={unit: ids[layout] for unit, layout in shards.units[rank].items()},
                 effective={**_effective(run), **run.effective},
                 host=f"node{rank}.synthetic",
+                buffers=run.buffers,
             ),
             dict(enumerate(layouts)),
             shard_bytes=run.shard_bytes,

@@ -92,6 +92,8 @@ class Header:
         partitions: unit name (``group0``) -> id of the layout of this rank's shard of that unit.
         effective: settings as the optimizer object holds them (see docs/format.md).
         host: host name, for people only.
+        buffers: ``name``, ``dtype``, ``shape`` and ``hash`` (or ``None``) of every buffer of the model
+            when tracing began; ``None`` in traces that are older.
     """
 
     rank: int
@@ -101,6 +103,7 @@ class Header:
     partitions: Mapping[str, int]
     effective: Facts
     host: str
+    buffers: tuple[Facts, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

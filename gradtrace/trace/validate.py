@@ -214,6 +214,10 @@ def header(body: Mapping[str, Any], where: str) -> Header:
     fault = fact_checks.fault_of_settings(fields.table("effective"))
     if fault is not None:
         damaged(f"effective {fault}", where, "what docs/format.md says of it")
+    buffers = body.get("buffers")
+    fault = fact_checks.fault_of_buffers(buffers)
+    if fault is not None:
+        damaged(f"buffers {fault}", where, "name, dtype, shape and hash of each")
     return Header(
         rank=rank,
         dp_rank=dp_rank,
@@ -222,6 +226,7 @@ def header(body: Mapping[str, Any], where: str) -> Header:
         partitions=partitions,
         effective=fields.table("effective"),
         host=fields.text("host"),
+        buffers=None if buffers is None else tuple(buffers),
     )
 
 

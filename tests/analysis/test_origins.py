@@ -181,22 +181,61 @@ def test_equal_batches_and_weights_are_said_to_be_when_losses_differ(tmp_path):
     result = compare(tmp_path, one, replace(two, local_factors=(1.5, 1.0)))
     assert result.blame.side == "neither"
     assert result.blame.cause not in {"inputs_differ", "weights_differ"}
-    assert "Batches and weights are the same bits" in result.blame.detail
+    assert "Batches, weights and buffers are the same bits" in result.blame.detail
+
+
+ROPE: dict[str, Any] = {"name": "rope.cos", "dtype": "float32", "shape": [8], "hash": "0" * 16}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "relation", "told"),
+    [
+        ((ROPE,), "equal", ""),
+        (({**ROPE, "hash": "1" * 16},), "differ", "rope.cos (float32, shape [8]: other values)"),
+        (({**ROPE, "dtype": "bfloat16"},), "differ", "rope.cos (dtype float32 against bfloat16)"),
+        (({**ROPE, "shape": [9]},), "differ", "rope.cos (shape [8] against [9])"),
+        (({**ROPE, "hash": None},), "unknown", ""),
+        ((ROPE, {**ROPE, "name": "mask"}), "unknown", ""),
+        (None, "unknown", ""),
+    ],
+)
+def test_buffers_of_the_model(tmp_path, theirs, relation, told):
+    found = origins(tmp_path, replace(BASE, buffers=(ROPE,)), replace(BASE, buffers=theirs))
+    assert found.buffers == relation
+    assert told in found.buffer_note
+    notes = list(found.notes(0, begins=True, same_start=True))
+    assert bool(notes) == (relation == "differ")
+    assert not list(found.notes(1, begins=False, same_start=True))
+
+
+def test_buffers_explain_losses_that_differ(tmp_path):
+    one = replace(BASE, local_factors=(1.0, 1.0), buffers=(ROPE,))
+    two = replace(BASE, noise=0.5, local_factors=(1.5, 1.0))
+    apart = compare(tmp_path / "a", one, replace(two, buffers=({**ROPE, "dtype": "bfloat16"},)))
+    assert (apart.blame.side, apart.blame.cause) == ("neither", "inputs_differ")
+    assert "buffers of the model" in apart.blame.detail
+    assert "rope.cos (dtype float32 against bfloat16)" in apart.blame.detail
+    alike = compare(tmp_path / "b", one, replace(two, buffers=(ROPE,)))
+    assert alike.blame.cause == "unknown"
+    assert "Batches, weights and buffers are the same bits" in alike.blame.detail
 
 
 # --- ranks of one run --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_with_other_weights_is_found(tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "step", "law"), [(1, 0, "replicate"), (2, 0, "replicate"), (1, 1, "publish")]
+)
+def test_a_rank_with_other_weights_is_found(tmp_path, stage, step, law):
+    """From the second step on, the masters tell which of the ranks is wrong."""
     faults = (
-        Fault("weights_differ", "replicate", step=1, rank=2, param="layers.1.bias", amount=0.5),
+        Fault("weights_differ", "replicate", step=step, rank=2, param="layers.1.bias", amount=0.5),
     )
     run = Run(stage=stage, steps=2, world_size=3, samples=24, faults=faults)
     result = audit(write_run(tmp_path / "run", run))
     first = result.first
     assert (first.law, first.cause, first.step, first.rank, first.param, first.point) == (
-        "replicate", "weights_differ", 1, 2, "layers.1.bias", "weight",
+        law, "weights_differ", step, 2, "layers.1.bias", "weight",
     )  # fmt: skip
     assert len(result.findings) == 1
 

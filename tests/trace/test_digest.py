@@ -255,6 +255,23 @@ def test_hostile_scalars_of_a_step_are_refused(tmp_path: Path, wrong: dict[str, 
 
 @pytest.mark.parametrize(
     "wrong",
+    ["rope", [{}], [{"name": "rope", "dtype": "float32", "shape": [-1], "hash": None}]],
+)
+def test_hostile_buffers_are_refused(tmp_path: Path, wrong: Any) -> None:
+    path = write_run(tmp_path / "trace", RUN)
+    reseal(path / "rank-00000/header.json", lambda body: body.update(buffers=wrong))
+    with pytest.raises(DamagedTraceError, match="buffers"):
+        open_trace(path)
+
+
+def test_an_older_header_knows_no_buffers(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "trace", RUN)
+    reseal(path / "rank-00000/header.json", lambda body: body.pop("buffers"))
+    assert open_trace(path).ranks[0].header.buffers is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
     [
         {"partition_count": 2},
         {"partition_count": [-1]},

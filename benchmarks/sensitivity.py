@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from gradtrace.analysis import bounds
 from gradtrace.analysis.audit import audit
 from gradtrace.analysis.bounds import Estimate
 from gradtrace.analysis.fit import fit
-from gradtrace.analysis.laws import end_to_end, publish, reduce, unscale_clip, update
+from gradtrace.analysis.laws import end_to_end, optimizers, publish, reduce, unscale_clip
 from gradtrace.testing.arithmetic import ORDERS, Arithmetic, mean
 from gradtrace.testing.synthetic import Fault, Run, write_run
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
@@ -175,18 +176,44 @@ def _clip(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
     return Case(unscale_clip.estimate_of(row, factor, dtype), right, {}, (), dtype, dtype)
 
 
-def _update(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
-    """AdamW at step 100: weights of order 0.02, learning rate 1e-3."""
+def _update(
+    seed: int,
+    numel: int,
+    world: int,
+    dtype: Dtype,
+    *,
+    kernel: str = "torch",
+    what: str = "weight",
+) -> Case:
+    """AdamW at step 100: weights of order 0.02, learning rate 1e-3; the weight or a moment after it."""
     rng = np.random.default_rng(seed)
     grad, first = _gradients(rng, 2, numel, dtype)
     weight = Arithmetic().round(0.02 * rng.standard_normal(numel), dtype)
     second = Arithmetic().round(rng.random(numel), dtype)
 
     def step(size: float, gradient: float = 0.0) -> Estimate:
-        rule = update.Adam(1e-3 * (1 + size), 0.9, 0.999, 1e-8, 0.1, 100, decoupled=True)
-        return update.adam(
-            weight, (1 + gradient) * grad, first, second, rule, dtype, update.KERNELS["torch"]
-        ).weight
+        rule = optimizers.Adam(1e-3 * (1 + size), 0.9, 0.999, 1e-8, 0.1, 100, decoupled=True)
+        found = optimizers.adam(
+            weight, (1 + gradient) * grad, first, second, rule, dtype, optimizers.KERNELS[kernel]
+        )
+        return found.weight if what == "weight" else found.moments[what]
+
+    wrong = {
+        "learning rate": lambda size: Arithmetic().round(step(size).value, dtype),
+        "the gradient": lambda size: Arithmetic().round(step(0, size).value, dtype),
+    }
+    return Case(step(0), Arithmetic().round(step(0).value, dtype), wrong, (), dtype, dtype)
+
+
+def _sgd(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
+    """SGD with momentum and weight decay: weights of order 0.02, learning rate 1e-3."""
+    rng = np.random.default_rng(seed)
+    grad, held = _gradients(rng, 2, numel, dtype)
+    weight = Arithmetic().round(0.02 * rng.standard_normal(numel), dtype)
+
+    def step(size: float, gradient: float = 0.0) -> Estimate:
+        rule = optimizers.Sgd(1e-3 * (1 + size), 0.9, weight_decay=0.1)
+        return optimizers.sgd(weight, (1 + gradient) * grad, held, rule, dtype).weight
 
     wrong = {
         "learning rate": lambda size: Arithmetic().round(step(size).value, dtype),
@@ -196,18 +223,25 @@ def _update(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
 
 
 ANY = ("global factor", "one element")
+STEP = ("learning rate", "the gradient")
 # law -> (how to make a hop, kinds of error, dtypes, world sizes)
 LAWS: dict[str, tuple[Callable[[int, int, int, Dtype], Case], tuple[str, ...], tuple[str, ...],
                       tuple[int, ...]]] = {
     "accumulate_local, accumulate": (_sum, (*ANY, "one micro-step"), NAMES, (1,)),
-    "pack, partition, master (same dtype)": (_copy, ANY, NAMES, (1,)),
+    "pack, partition, master, publish (same dtype)": (_copy, ANY, NAMES, (1,)),
     "pack, publish (float32 to the dtype)": (_cast, ANY, ("bfloat16", "float16"), (1,)),
     "reduce": (_reduce, (*ANY, "one rank"), NAMES, WORLDS),
     "unscale_clip": (_clip, ANY, ("float32", "bfloat16"), (1,)),
     "end_to_end (4 micro-steps)": (
         _end_to_end, (*ANY, "one rank", "one micro-step"), NAMES, WORLDS),
-    "update (AdamW)": (
-        _update, (*ANY, "learning rate", "the gradient"), ("float32", "bfloat16"), (1,)),
+    "update (AdamW)": (_update, (*ANY, *STEP), ("float32", "bfloat16"), (1,)),
+    "update (AdamW, DeepSpeedCPUAdam)": (
+        partial(_update, kernel="DeepSpeedCPUAdam"), (*ANY, *STEP), ("float32",), (1,)),
+    "update (SGD with momentum)": (_sgd, (*ANY, *STEP), ("float32", "bfloat16"), (1,)),
+    "update (exp_avg)": (
+        partial(_update, what="exp_avg"), (*ANY, "the gradient"), ("float32", "bfloat16"), (1,)),
+    "update (exp_avg_sq)": (
+        partial(_update, what="exp_avg_sq"), (*ANY, "the gradient"), ("float32", "bfloat16"), (1,)),
 }  # fmt: skip
 
 
@@ -288,6 +322,8 @@ with each seed.
 
 - `b`: the proven bound convicts; `c`: the coefficients do. `none`: not even an error of 1.
 - *global factor*: the whole record times 1 + e. *one element*: the element of median size times 1 + e.
+- *learning rate*, *the gradient*: the step is taken with so much more of it. No error of a step is seen
+  that stays below the weight's own unit in the last place.
 - *one rank*, *one micro-step*: its coefficient is 1 - e before it is added up; 1 is a lost one.
 - No error is seen that the record's dtype rounds away: half a unit in the last place is 6e-8 in float32,
   4e-3 in bfloat16, 5e-4 in float16. Over many elements a smaller one moves some of them by a whole unit.

@@ -187,10 +187,9 @@ def folded(found: Sequence[Found]) -> list[Finding]:
     for group in groups:
         # The head is the first that shows the cause by itself; the tiny ones follow.
         head = next((entry for entry in group if _shows(entry)), group[0])
-        names = [entry.finding.param for entry in group if entry is not head]
-        findings.append(
-            replace(head.finding, folded=tuple(name for name in names if name is not None))
-        )
+        names = dict.fromkeys(entry.finding.param for entry in group)
+        others = [name for name in names if name not in (None, head.finding.param)]
+        findings.append(replace(head.finding, folded=tuple(others)))
     return findings
 
 

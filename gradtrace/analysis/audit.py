@@ -17,17 +17,19 @@ from gradtrace.analysis.laws import (
     master,
     pack,
     partition,
+    publish,
     reduce,
     replicate,
     replicate_values,
     seed,
     together,
     unscale_clip,
+    update,
 )
 from gradtrace.analysis.laws.common import Found, Ledger, Scene
 from gradtrace.analysis.reported import reported, reported_notes
 from gradtrace.analysis.results import LAWS, AuditResult, AuditVerdict, Finding, Hop
-from gradtrace.trace.points import POINTS, moment
+from gradtrace.trace.points import ON_REQUEST, POINTS, moment
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.records import Gap
 
@@ -42,6 +44,8 @@ PARAMETER_LAWS: Final[tuple[Callable[[Scene, int], None], ...]] = (
     master.check_param,
     unscale_clip.check_param,
     end_to_end.check_param,
+    update.check_param,
+    publish.check_param,
 )
 # A pass must rest on some hop of the gradient, not on scalars, layouts and padding alone.
 HOPS: Final = ("accumulate_local", "pack", "reduce", "accumulate", "end_to_end")
@@ -202,7 +206,9 @@ def _notes(
     left_out = [
         point.name
         for point in POINTS
-        if alignment.ranks and alignment.status(point.name) == "not_planned"
+        if alignment.ranks
+        and point.name not in ON_REQUEST
+        and alignment.status(point.name) == "not_planned"
     ]
     if left_out:
         yield f"not planned, so not judged: {', '.join(left_out)}"

@@ -16,7 +16,8 @@ from gradtrace.analysis.laws import replicate
 from gradtrace.analysis.laws.common import Found, Scene
 from gradtrace.analysis.results import Finding
 
-_NO_HOP: Final = frozenset({"unscale_clip", "end_to_end", "seed", "replicate"})
+_AFTER: Final = frozenset({"update", "publish"})  # what comes after a step's gradient
+_NO_HOP: Final = frozenset({"unscale_clip", "end_to_end", "seed", "replicate"}) | _AFTER
 _LAST: Final = 2**62  # sorts behind every micro-step
 
 
@@ -27,8 +28,10 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     parameters, the sum of neither is what it should be; what differs between ranks came from a hop
     that broke on one; a norm was taken of something else where ``master`` is broken; a rank that
     takes another micro-step for the last one starts its accumulation anew after it; what the bucket
-    lacks may have been added after the collective; and a rank whose gradient became infinite or NaN
-    leaves the step out alone where ranks do not tell each other.
+    lacks may have been added after the collective; a rank whose gradient became infinite or NaN
+    leaves the step out alone where ranks do not tell each other; a weight that did not reach one
+    rank differs from the others'; and an optimizer that did something else with the weights than its
+    rule also leaves other moments.
 
     From step to step, where every rank updates its own copy of the weights (stage 0): a gradient
     that broke on one rank parts the ranks' weights, and a step that one of them left out also
@@ -62,7 +65,9 @@ class _Known:
 
     Attributes:
         hops: parameters of which a hop broke.
-        judged: parameters of which anything but ``seed`` and ``replicate`` broke.
+        judged: parameters of which the gradient broke, but for ``seed`` and ``replicate``.
+        updated: parameters whose weights the optimizer's step left wrong.
+        published: parameters whose weights at the start of the step are wrong.
         all: parameters of any finding.
         mixed: (micro-step, parameter) where the ranks' buckets hold different parameters.
         claims: ranks that were wrong about the boundary.
@@ -73,6 +78,8 @@ class _Known:
 
     hops: frozenset[int | None]
     judged: frozenset[int | None]
+    updated: frozenset[int | None]
+    published: frozenset[int | None]
     all: frozenset[int | None]
     mixed: frozenset[tuple[int | None, int | None]]
     claims: tuple[Finding, ...]
@@ -88,7 +95,15 @@ def _gather(scene: Scene, found: Sequence[Found]) -> _Known:
     hops = {entry.param for entry in found if entry.finding.law not in _NO_HOP}
     return _Known(
         hops=frozenset(hops | {param for _, param in mixed}),
-        judged=frozenset(e.param for e in found if e.finding.law not in {"seed", "replicate"}),
+        judged=frozenset(
+            e.param for e in found if e.finding.law not in {"seed", "replicate"} | _AFTER
+        ),
+        updated=frozenset(
+            e.param
+            for e in found
+            if (e.finding.law, e.finding.point) == ("update", "master_weight")
+        ),
+        published=frozenset(e.param for e in found if e.finding.law == "publish"),
         all=frozenset(entry.param for entry in found),
         mixed=frozenset(mixed),
         claims=tuple(e.finding for e in found if e.finding.cause == "boundary_mismatch"),
@@ -108,7 +123,11 @@ def _follows_within(now: _Known, entry: Found) -> bool:
     if finding.law == "replicate":
         if replicate.is_overflow(finding):
             return now.infinite and now.laws != {"replicate"}
+        if finding.cause == "weights_differ" and entry.param in now.published:
+            return True
         return entry.numel > 0 and entry.param in now.judged
+    if finding.law == "update" and finding.point == "optimizer_state":
+        return entry.param in now.updated
     if finding.law == "unscale_clip" and entry.param is None:
         return "master" in now.laws
     if finding.law == "reduce" and (finding.micro_step, entry.param) in now.mixed:

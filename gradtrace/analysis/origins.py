@@ -42,6 +42,19 @@ def stretch_hashes(trace: Trace, record: Record) -> Iterator[tuple[Span, str]]:
         yield span, hash_text(value_hash(here, span.param_offset))
 
 
+def stretch_hash(trace: Trace, record: Record, span: Span) -> str:
+    """Return the hash of one stretch of a record, from its digest or its values.
+
+    Raises:
+        DamagedTraceError: the shard does not match its checksum.
+    """
+    if record.key is None:
+        hashes: list[str] = record.facts["digest"]["hash"]
+        return hashes[trace.layout(record).index(span)]
+    here = trace.bits(record)[span.flat_offset : span.flat_offset + span.numel]
+    return hash_text(value_hash(here, span.param_offset))
+
+
 def whole_weights(alignment: Alignment, step: int, rank: int) -> dict[int, Hashed]:
     """Return the hashes of the parameters that one rank holds whole at the start of a step."""
     found: dict[int, Hashed] = {}

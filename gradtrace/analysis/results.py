@@ -32,6 +32,8 @@ LAWS: Final = (
     "master",
     "unscale_clip",
     "end_to_end",
+    "update",
+    "publish",
 )
 
 CAUSES: Final = (

@@ -90,6 +90,8 @@ def _weightless(adapter: Adapter, model: Model) -> dict[str, str]:
         absent["master_weight"] = "no separate fp32 weights are known of this optimizer"
     elif adapter.masters(model) is None:
         absent["master_weight"] = "the fp32 weights are not in this process's memory"
+    if adapter.stepped is None:
+        absent["optimizer_state"] = "where this optimizer keeps its state is not known"
     return absent
 
 

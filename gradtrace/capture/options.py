@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
 from gradtrace.errors import BadOptionError
-from gradtrace.trace.points import DIGESTED, POINT_NAMES
+from gradtrace.trace.points import DIGESTED, ON_REQUEST, POINT_NAMES
 
 OnError = Literal["disarm", "raise"]
 OPTIONS: Final = ("steps", "params", "points", "ranks", "mode", "max_bytes", "on_error")
@@ -180,8 +180,9 @@ def parse_options(
     Args:
         steps: ``"0:20"``, ``"::10"``, ``"3"``, several joined by commas, or step numbers.
         params: globs, as a sequence or joined by commas; all parameters when ``None``.
-        points: names of points, as a sequence or joined by commas; all when ``None``, of weights
-            (``weight``, ``master_weight``) digests then: tensors are kept whole of what is named.
+        points: names of points, as a sequence or joined by commas; all but ``optimizer_state`` when
+            ``None``, of weights (``weight``, ``master_weight``) digests then: tensors are kept whole
+            of what is named.
         ranks: global ranks, as numbers or joined by commas; all when ``None``.
         mode: ``full``.
         max_bytes: tensor bytes a rank may record, or ``None``.
@@ -211,7 +212,8 @@ def parse_options(
     for option, words in (("points", points), ("params", params)):
         if words is not None and not _is_text(words):
             bad(f"{option} {words!r}"[:200], option, "text, or a list of texts", "Correct it.")
-    names = _words(points) if points is not None else list(POINT_NAMES)
+    usual = [name for name in POINT_NAMES if name not in ON_REQUEST]
+    names = _words(points) if points is not None else usual
     globs = _words(params) if params is not None else ["*"]
     unknown = [name for name in names if name not in POINT_NAMES]
     if unknown or not names:

@@ -16,6 +16,7 @@ import torch
 from gradtrace.capture import agreement, describe
 from gradtrace.capture.adapters import select
 from gradtrace.capture.adapters.declare import Call, Model
+from gradtrace.capture.adapters.optimizer_state import states
 from gradtrace.capture.backward import BackwardWatch
 from gradtrace.capture.batch import describe_batch
 from gradtrace.capture.clock import StepClock
@@ -112,6 +113,7 @@ class Tracer:
         self._patches = Patches()
         self._closed = False
         self._partial = subject.adapter.window_open(subject.model)
+        self._loaded = False  # a checkpoint, since the step before
         self._bypassed_in: int | None = None
         self._carried: dict[int, bool] = {}
         self._reported: tuple[Any, ...] = ()
@@ -237,6 +239,8 @@ class Tracer:
         )
         watch.install(self._patches)
         self._patches.wrap(model.optimizer, "step", self._around_step)
+        if callable(getattr(model.engine, "load_checkpoint", None)):
+            self._patches.wrap(model.engine, "load_checkpoint", self._around_load)
 
     def _around(self, probes: list[select.Resolved]) -> Callable[..., Any]:
         before = [r for r in probes if r.probe.when == "before"]
@@ -322,6 +326,11 @@ class Tracer:
         if self._recorder.recording and self._subject.adapter.masters is not None:
             self._see_all("master_weight", self._subject.adapter.masters)
 
+    def _see_states(self) -> None:
+        stepped = self._subject.adapter.stepped
+        if self._recorder.recording and stepped is not None:
+            self._see_all("optimizer_state", lambda model: tuple(states(stepped(model))))
+
     def _see_all(self, point: str, sights: Callable[[Model], Sequence[Sighting] | None]) -> None:
         if point not in self._options.points or point in self._subject.absent:
             return
@@ -352,6 +361,12 @@ class Tracer:
             detail = "a backward pass past engine.backward, which this release of DeepSpeed needs"
             self._recorder.gap(None, None, "engine_bypassed", detail, whole_step=True)
 
+    def _around_load(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._loaded = True
+        return original(*args, **kwargs)
+
     def _around_step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -362,14 +377,17 @@ class Tracer:
                 scale = select.loss_scale(self._model)
             self._see_weights()
             self._see_masters()
+            self._see_states()
         result = original(*args, **kwargs)
         if recorder.step_open:
             self._see_masters()
             with recorder.guard(None):
                 facts = select.step_facts(self._model, scale)
+                if self._loaded:
+                    facts["checkpoint_loaded"] = True
                 recorder.end_step(facts, partial=self._partial)
         self._clock.end_step()
-        self._partial = False
+        self._partial = self._loaded = False
         recorder.next_step()
         return result
 

@@ -27,7 +27,7 @@ from gradtrace.report.page_audit import notes
 from gradtrace.report.page_digest import TABLED, batch_table, digest_table
 from gradtrace.report.page_reported import reported_section
 from gradtrace.trace.merge import MergeResult
-from gradtrace.trace.points import POINT_NAMES
+from gradtrace.trace.points import ON_REQUEST, POINT_NAMES
 from gradtrace.trace.schema import decode_float
 
 _MOST_ROWS: Final = 40
@@ -102,8 +102,9 @@ def _perturbed(perturbation: Mapping[str, Any] | None) -> Cell | None:
 def _plan(plan: Mapping[str, Any]) -> str:
     """Write what the plan narrows down; what it leaves open needs no words."""
     chosen = {name: value for name, value in plan.items() if value is not None}
-    if chosen.get("points") == list(POINT_NAMES):
-        chosen["points"] = "all"
+    if set(chosen.get("points", ())) >= set(POINT_NAMES) - ON_REQUEST:
+        more = [name for name in chosen["points"] if name in ON_REQUEST]
+        chosen["points"] = ", ".join(["all", *more])
     if not chosen.get("digested"):
         chosen.pop("digested", None)
     return ", ".join(f"{name} {_short(value)}" for name, value in chosen.items())

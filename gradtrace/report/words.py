@@ -18,6 +18,8 @@ LAW_WORDS: Final = {
     "master": "master = accumulated",
     "unscale_clip": "clipped = master / factor",
     "end_to_end": "master = mean of locals",
+    "update": "weights = optimizer's rule",
+    "publish": "model's weights = master",
 }
 
 # The point that each law explains, in causal order: what a hop leads to.
@@ -31,6 +33,8 @@ LAW_POINTS: Final = {
     "master": "master_grad",
     "unscale_clip": "clipped_grad",
     "end_to_end": "master_grad",
+    "update": "master_weight",
+    "publish": "weight",
 }
 
 CAUSE_WORDS: Final = {

@@ -25,6 +25,8 @@ from gradtrace.trace.dtypes import Float64
 # These need no knowledge of the hop but a factor, which `mutators` cannot know of a synthetic run.
 _FACTORS: Final = ("not_unscaled", "wrong_clip")
 _SUMS: Final = ("accumulate_local", "accumulate")  # hops that add to what they held
+_WEIGHTS: Final = ("update", "publish")
+_OF_THE_STEP: Final = ("master", "unscale_clip", *_WEIGHTS)
 
 
 def keep_last_micro_step_only(engine: Any) -> None:
@@ -51,8 +53,9 @@ def plant(engine: Any, *faults: Fault, report: Path | None = None) -> Planted:
 
     Args:
         engine: from ``deepspeed.initialize``, any ZeRO stage.
-        faults: what goes wrong, and where; ``micro_step`` is not looked at for `master` and
-            `unscale_clip`.
+        faults: what goes wrong, and where; ``micro_step`` is not looked at for `master`,
+            `unscale_clip`, `update` and `publish`. What `publish` strikes are the weights that
+            ``step`` begins with.
         report: directory into which each rank writes its `Strike`s as JSON.
 
     Raises:
@@ -94,6 +97,7 @@ class _Spoiler:
         self._fault = fault
         self._site = site
         self._own: dict[str, Float64] = {}
+        self._began: dict[tuple[str, int], Float64] = {}  # the weights before the step
         self._contributed: dict[tuple[str, int], Float64] = {}
         self._parts: dict[tuple[str, int], list[Float64]] = {}
         # The latest result, with its step and micro-step.
@@ -110,7 +114,11 @@ class _Spoiler:
             self._watch_gradients()
         if self._site.law == "accumulate":
             self._watch_reductions()
-        owner = {"optimizer": live.optimizer, "engine": live.engine}.get(self._site.owner)
+        owner = {
+            "optimizer": live.optimizer,
+            "engine": live.engine,
+            "base": getattr(live.optimizer, "optimizer", live.optimizer),
+        }.get(self._site.owner)
         if owner is None:
             owner = _module_of(live.optimizer)
         self._bind = replace_method(owner, self._site.method, self._around)
@@ -174,6 +182,9 @@ class _Spoiler:
         fault, planted = self._fault, self._planted
         missing = fault.kind == "rank_missing" and planted.rank == int(fault.amount)
         for stretch in stretches:
+            if fault.law in _WEIGHTS:
+                self._began[stretch.name, stretch.start] = _widened(stretch.values)
+                continue
             own = self._own[stretch.name] = _widened(stretch.values)
             if missing and self._strikes_now() and fault.param in (None, stretch.name):
                 stretch.values.zero_()
@@ -181,7 +192,7 @@ class _Spoiler:
 
     def _strikes_now(self) -> bool:
         fault, clock = self._fault, self._planted.clock
-        micro_step = None if fault.law in ("master", "unscale_clip") else clock.micro_step
+        micro_step = None if fault.law in _OF_THE_STEP else clock.micro_step
         # A rank that is left out spoils the result of all; ``rank`` then says nothing of it.
         rank = fault.rank if fault.kind == "rank_missing" else self._planted.rank
         return fault.strikes(fault.law, clock.step, micro_step, rank)
@@ -240,6 +251,8 @@ class _Spoiler:
         if fault.kind == "lost_micro_step":
             parts = enumerate(self._parts[key])
             return sum((part for at, part in parts if at != int(fault.amount)), start=zeros)
+        if fault.law in _WEIGHTS:
+            return mutators.apply(fault, self._weights(key, values, peers))
         last = self._last.get(key)
         kept = self._kept.get(key, zeros)
         fresh = last is None or last[0] != self._planted.clock.step
@@ -257,6 +270,22 @@ class _Spoiler:
             peers=peers,
         )
         return mutators.apply(fault, hop)
+
+    def _weights(self, key: tuple[str, int], values: Float64, peers: Mapping[str, Float64]) -> Hop:
+        """Return weights as a hop: an optimizer adds a change to what they were."""
+        began = self._began[key]
+        adds = self._fault.law == "update"
+        return Hop(
+            values=values,
+            now=values - began if adds else values,
+            carry=began if adds else np.zeros_like(values),
+            before=began,
+            last_step=began,
+            own=began,
+            ranks=(values,),
+            world_size=torch.distributed.get_world_size(),
+            peers=peers,
+        )
 
 
 def _module_of(thing: Any) -> Any:

@@ -23,7 +23,7 @@ class Fault:
     Attributes:
         kind: one of `KINDS`, or of `SPECIAL_KINDS` (those act on more than one tensor's values).
         law: the hop: ``seed``, ``accumulate_local``, ``pack``, ``reduce``, ``partition``,
-            ``accumulate``, ``master``, ``unscale_clip`` or ``replicate``.
+            ``accumulate``, ``master``, ``unscale_clip``, ``update``, ``publish`` or ``replicate``.
         step, micro_step, rank, param: where it strikes.
         amount: what the kind takes: a factor (``scaled``), elements (``shifted``), a rank
             (``rank_missing``), which of the micro-steps so far (``lost_micro_step``), significand
@@ -165,6 +165,7 @@ SPECIAL_KINDS: Final[tuple[str, ...]] = (
     "wrong_seed",  # seed: the gradient at the loss, and all that follows, is ``amount`` times it
     "not_unscaled",  # unscale_clip: clipped_grad still holds the loss scale
     "wrong_clip",  # unscale_clip: clipped_grad is ``amount`` times too large
+    "wrong_moment",  # update: the first moment that the step leaves is ``amount`` times too large
     "lost_micro_step",  # live accumulations only: micro-step number ``amount`` of the step is lost
 )
 
@@ -177,5 +178,7 @@ HOPS: Final[tuple[str, ...]] = (
     "accumulate",
     "master",
     "unscale_clip",
+    "update",
+    "publish",
     "replicate",
 )

@@ -83,6 +83,10 @@ class Run:
             (a loss that is normalised otherwise); empty for none.
         gradient_scale: factor on every gradient, to come near underflow or overflow.
         unused: ``(name, micro_step)``: that parameter gets no gradient in it.
+        momentum: of SGD, which steps the weights.
+        whole_weights: keep the values of weights, not digests.
+        loaded: steps before which a checkpoint with other weights was loaded.
+        optimizer_facts: members added over what `optimizer_state` usually says.
         twice: parameters whose gradient arrives in two parts (reentrant checkpointing).
         points: the points that the capture plan selects.
         partial: whether the first step was wrapped midway.
@@ -119,6 +123,10 @@ class Run:
     gradient_scale: float = 1.0
     unused: tuple[tuple[str, int], ...] = ()
     twice: tuple[str, ...] = ()
+    momentum: float = 0.0
+    whole_weights: bool = False
+    loaded: tuple[int, ...] = ()
+    optimizer_facts: Mapping[str, Any] = field(default_factory=dict)
     points: tuple[str, ...] = points.POINT_NAMES
     partial: bool = False
     faults: tuple[Fault, ...] = ()

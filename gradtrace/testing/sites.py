@@ -8,7 +8,7 @@ Source: deepspeed 0.19.8, the methods that the adapters of `gradtrace.capture` p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -58,9 +58,10 @@ class Site:
         method: what is replaced.
         when: whether the result is there before or after the method ran.
         stretches: this rank's part of the result, live.
-        entered: for a reduction: what this rank puts into it, live, before the method runs.
-        owner: whose method: the optimizer's, the engine's, or that of the module which defines the
-            optimizer.
+        entered: for a reduction: what this rank puts into it, live, before the method runs. For the
+            weights: the same stretches before the step.
+        owner: whose method: the optimizer's, the engine's, that of the module which defines the
+            optimizer, or that of the optimizer which DeepSpeed's wraps.
     """
 
     law: str
@@ -68,7 +69,26 @@ class Site:
     when: Literal["before", "after"]
     stretches: Stretches
     entered: Stretches | None = None
-    owner: Literal["optimizer", "engine", "module"] = "optimizer"
+    owner: Literal["optimizer", "engine", "module", "base"] = "optimizer"
+
+
+# --- weights: every stage publishes them inside the engine's step ------------------------------------
+
+
+def _weights(live: Live, _: Call) -> Iterator[Stretch]:
+    """Yield the model's weights: whole ones, or this rank's own part at stage 3."""
+    for param in live.engine.module.parameters():
+        if not param.requires_grad:
+            continue
+        if not hasattr(param, "ds_tensor"):
+            yield Stretch(live.name(param), 0, param.data.view(-1))
+            continue
+        start, numel = _own3(live, param)
+        if numel > 0:
+            yield Stretch(live.name(param), start, param.ds_tensor.data.view(-1)[:numel])
+
+
+PUBLISH: Final = Site("publish", "_take_model_step", "after", _weights, _weights, owner="engine")
 
 
 # --- stages 1 and 2: DeepSpeedZeroOptimizer -------------------------------------------------------
@@ -182,6 +202,16 @@ def _clipped12(live: Live, call: Call) -> Iterator[Stretch]:
                 yield Stretch(live.name(param), start, flat[into : into + numel])
 
 
+def _masters12(live: Live, call: Call) -> Iterator[Stretch]:
+    group, optimizer = call["group_no"], live.optimizer
+    flat = optimizer.single_partition_of_fp32_groups[group].data
+    for param in optimizer.bit16_groups[group]:
+        own = _own12(live, group, param)
+        if own is not None:
+            start, into, numel = own
+            yield Stretch(live.name(param), start, flat[into : into + numel])
+
+
 ZERO12: Final = (
     Site("pack", "reduce_ipg_grads", "before", _packed12),
     Site("reduce", "average_tensor", "after", _reduced12, _entered12),
@@ -190,6 +220,8 @@ ZERO12: Final = (
     # After the norm, which would make a NaN an overflow, and the step one that is left out.
     Site("master", "_update_scale", "before", _accumulated12),
     Site("unscale_clip", "unscale_and_clip_grads", "after", _clipped12),
+    Site("update", "_optimizer_step", "after", _masters12, _masters12),
+    PUBLISH,
 )
 
 
@@ -228,8 +260,17 @@ def _accumulated3(live: Live, call: Call) -> Iterator[Stretch]:
 
 
 def _given3(live: Live, call: Call) -> Iterator[Stretch]:
+    flat = live.optimizer.fp32_partitioned_groups_flat[call["sub_group_id"]].grad
+    return _cut3(live, call, flat)
+
+
+def _masters3(live: Live, call: Call) -> Iterator[Stretch]:
+    flat = live.optimizer.fp32_partitioned_groups_flat[call["sub_group_id"]].data
+    return _cut3(live, call, flat)
+
+
+def _cut3(live: Live, call: Call, flat: Any) -> Iterator[Stretch]:
     optimizer = live.optimizer
-    flat = optimizer.fp32_partitioned_groups_flat[call["sub_group_id"]].grad
     for param in optimizer.fp16_groups[call["sub_group_id"]]:
         _, offset, _ = optimizer.grad_position[optimizer.get_param_id(param)]
         start, numel = _own3(live, param)
@@ -243,6 +284,8 @@ ZERO3: Final = (
     Site("accumulate", "partition_grads", "after", _accumulated3),
     Site("master", "_prepare_fp32_grad_for_sub_group", "after", _given3),
     Site("unscale_clip", "unscale_and_clip_grads", "after", _given3),
+    Site("update", "_optimizer_step", "after", _masters3, _masters3),
+    PUBLISH,
 )
 
 
@@ -258,9 +301,17 @@ def _buffers16(live: Live, _: Call) -> Iterator[Stretch]:
 
 
 def _shards16(live: Live, _: Call) -> Iterator[Stretch]:
+    return _cut16(live, live.optimizer.fp32_groups_gradient_flat_partition)
+
+
+def _masters16(live: Live, _: Call) -> Iterator[Stretch]:
+    return _cut16(live, [flat.data for flat in live.optimizer.fp32_groups_flat_partition])
+
+
+def _cut16(live: Live, shards: Sequence[Any]) -> Iterator[Stretch]:
     optimizer = live.optimizer
     for group, params in enumerate(optimizer.bf16_groups):
-        shard = optimizer.fp32_groups_gradient_flat_partition[group]
+        shard = shards[group]
         rank = torch.distributed.get_rank(group=optimizer.real_dp_process_group[group])
         first, at = shard.numel() * rank, 0
         for param in params:
@@ -276,6 +327,8 @@ BF16: Final = (
     Site("reduce", "allreduce_and_copy", "after", _buffers16, _buffers16, owner="engine"),
     Site("master", "_take_model_step", "before", _shards16, owner="engine"),
     Site("unscale_clip", "clip_tensors_by_global_norm", "after", _shards16, owner="module"),
+    Site("update", "step", "after", _masters16, _masters16, owner="base"),
+    PUBLISH,
 )
 
 # --- stage 0: the gradients are ``param.grad`` until the optimizer takes them ----------------------
@@ -302,17 +355,49 @@ def _flat0(live: Live, call: Call) -> Iterator[Stretch]:
             at += param.numel()
 
 
+def _weights0(live: Live, _: Call) -> Iterator[Stretch]:
+    for group in live.optimizer.param_groups:
+        for param in group["params"]:
+            yield Stretch(live.name(param), 0, param.data.view(-1))
+
+
+def _masters0(live: Live, _: Call) -> Iterator[Stretch]:
+    optimizer = live.optimizer
+    for masters, params in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, param in zip(masters, params, strict=True):
+            yield Stretch(live.name(param), 0, master.data.view(-1))
+
+
+def _flat_masters0(live: Live, _: Call) -> Iterator[Stretch]:
+    optimizer = live.optimizer
+    for flat, params in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+        at = 0
+        for param in params:
+            yield Stretch(live.name(param), 0, flat.data[at : at + param.numel()])
+            at += param.numel()
+
+
 REPLICATED: Final = (
     Site("pack", "buffered_allreduce_fallback", "before", _gradients0, owner="engine"),
     Site("reduce", "allreduce_and_copy", "after", _gradients0, _gradients0, owner="engine"),
     Site("master", "_take_model_step", "before", _gradients0, owner="engine"),
+    PUBLISH,
 )
 PLAIN: Final = (
     *REPLICATED,
     Site("unscale_clip", "clip_fp32_gradients", "after", _gradients0, owner="engine"),
+    Site("update", "step", "after", _weights0, _weights0),
 )
-FP16: Final = (*REPLICATED, Site("unscale_clip", "unscale_and_clip_grads", "after", _flat0))
-UNFUSED: Final = (*REPLICATED, Site("unscale_clip", "unscale_and_clip_grads", "after", _each0))
+FP16: Final = (
+    *REPLICATED,
+    Site("unscale_clip", "unscale_and_clip_grads", "after", _flat0),
+    Site("update", "step", "after", _flat_masters0, _flat_masters0, owner="base"),
+)
+UNFUSED: Final = (
+    *REPLICATED,
+    Site("unscale_clip", "unscale_and_clip_grads", "after", _each0),
+    Site("update", "step", "after", _masters0, _masters0, owner="base"),
+)
 
 # By what the optimizer has: another family is one more entry. Every optimizer has the last.
 FAMILIES: Final[tuple[tuple[str, tuple[Site, ...]], ...]] = (

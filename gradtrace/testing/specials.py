@@ -105,8 +105,27 @@ def _misorder(planted: Planted, fault: Fault, bucket: Any, dtype: Any) -> None:
         planted.note(fault, planted.clock.micro_step, planted.live.name(params[at]))
 
 
+def _wrong_moment(planted: Planted, fault: Fault) -> None:
+    """Multiply the first moment of all that an optimizer has just stepped."""
+    clock, optimizer = planted.clock, planted.live.optimizer
+    base = getattr(optimizer, "optimizer", optimizer)
+
+    def around(original: Any, args: Any, kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if fault.strikes("update", clock.step, None, planted.rank):
+            for group in base.param_groups:
+                for param in group["params"]:
+                    state = base.state[param]
+                    state["exp_avg" if "exp_avg" in state else "momentum_buffer"].mul_(fault.amount)
+            planted.note(fault, clock.micro_step)
+        return result
+
+    replace_method(base, "step", around)
+
+
 SPECIAL: Final[Mapping[tuple[str, str], Callable[[Planted, Fault], None]]] = {
     ("seed", "wrong_seed"): _wrong_seed,
+    ("update", "wrong_moment"): _wrong_moment,
     ("replicate", "boundary_mismatch"): _boundary_mismatch,
     ("replicate", "order_mismatch"): _order_mismatch,
 }

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +36,15 @@ from gradtrace.testing.runs import (
     run_id_of,
     shards_of,
 )
-from gradtrace.testing.weights import moved, record_batch, record_masters, record_weights
+from gradtrace.testing.weights import (
+    LEARNING_RATE,
+    model_weights,
+    moved,
+    record_batch,
+    record_masters,
+    record_states,
+    record_weights,
+)
 from gradtrace.trace.dtypes import DTYPES, Float64
 from gradtrace.trace.records import PERTURBATION_HASH, Manifest, Parameter
 from gradtrace.trace.schema import encode_float
@@ -45,7 +53,6 @@ from gradtrace.trace.writer import claim_directory, write_manifest
 
 __all__ = ["PARAMETERS", "Fault", "Omission", "Run", "write_run"]
 
-LEARNING_RATE: Final = 0.01
 Tensors = dict[str, Float64]  # parameter name -> 1-D values
 
 
@@ -128,13 +135,21 @@ class _Simulation:
                 name: moved(values, run.model_dtype, name, run.perturb_sample)
                 for name, values in self.weights.items()
             }
+        self.momenta: Tensors = {}
 
     def play(self) -> None:
         for step in range(self.run.steps):
             self.step = step
+            if step in self.run.loaded:
+                self.weights = {
+                    n: rounded(values / 2, "float32") for n, values in self.weights.items()
+                }
+                self.momenta = {name: values / 2 for name, values in self.momenta.items()}
             for number, rank in enumerate(self.ranks):
                 fault = self._special("weights_differ", "replicate", None, number)
-                record_weights(rank.recorder, self.run, self.shards, step, self.weights, fault)
+                held = model_weights(self.run, self.shards, number, self.weights, fault)
+                held = self._spoil("publish", None, number, held, self.run.model_dtype)
+                record_weights(rank.recorder, self.run, self.shards, step, held)
             for micro_step in range(self.run.micro_steps):
                 self._backward(micro_step)
                 if self.run.stage == 1:
@@ -496,7 +511,10 @@ class _Simulation:
         over = (norm + 1e-6) / run.clip if run.clip > 0 else 0.0
         scale = run.loss_scale * max(1.0, over)
         self._record_masters()
-        self._clip(masters, scale)
+        for rank in self.ranks:
+            record_states(rank.recorder, run, self.shards, self.step, self.momenta)
+        clipped = self._clip(masters, scale)
+        self._update(clipped, taken=bool(np.isfinite(squares)))
         self._record_masters()
         facts = {
             "loss_scale": run.loss_scale,
@@ -506,6 +524,7 @@ class _Simulation:
             "lr": [LEARNING_RATE] * run.groups,
             "engine_micro_steps": (self.step + 1) * run.micro_steps,
             "engine_global_steps": self.step + 1,
+            **({"checkpoint_loaded": True} if self.step in run.loaded else {}),
         }
         for number, rank in enumerate(self.ranks):
             rank.recorder.end_step(self.step, facts)
@@ -521,7 +540,8 @@ class _Simulation:
         for rank in self.ranks:
             record_masters(rank.recorder, self.run, self.shards, self.step, self.weights)
 
-    def _clip(self, masters: list[Tensors], scale: float) -> None:
+    def _clip(self, masters: list[Tensors], scale: float) -> list[Tensors]:
+        clipped: list[Tensors] = []
         for number, rank in enumerate(self.ranks):
             unscaled = self._special("not_unscaled", "unscale_clip", None, number)
             wrong = self._special("wrong_clip", "unscale_clip", None, number)
@@ -538,10 +558,37 @@ class _Simulation:
                     values=self._flat(outputs, layout),
                     layout=layout,
                 )
+            clipped.append(outputs)
+        return clipped
+
+    def _update(self, clipped: list[Tensors], *, taken: bool) -> None:
+        """Step each rank's shard by SGD, unless the step is left out."""
+        momentum = self.run.momentum
+        if momentum and taken and not self.momenta:
+            self.momenta = {name: np.zeros_like(values) for name, values in self.weights.items()}
+        for number, given in enumerate(clipped):
+            hops: dict[str, Hop] = {}
+            for name, values in given.items():
+                offset, numel = self._owned(number, name)
+                own = slice(offset, offset + numel)
+                change = values
+                before = self.weights[name][own].copy()
+                if not taken:
+                    hops[name] = plain_hop(before, carry=before, own=before)
+                    continue
+                if momentum:
+                    held = momentum * self.momenta[name][own] + values
+                    self.momenta[name][own] = change = rounded(held, "float32")
+                after = rounded(before - LEARNING_RATE * change, "float32")
+                hops[name] = plain_hop(after, now=after - before, carry=before, own=before)
+                wrong = self._special("wrong_moment", "update", None, number)
+                if momentum and wrong and wrong.param in (None, name):
+                    self.momenta[name][own] = rounded(wrong.amount * change, "float32")
+            outputs = {name: hop.values for name, hop in hops.items()}
+            outputs = self._spoil("update", None, number, outputs, "float32", hops)
             for name, values in outputs.items():
                 offset, numel = self._owned(number, name)
-                self.weights[name][offset : offset + numel] -= LEARNING_RATE * values
-                self.weights[name] = rounded(self.weights[name], "float32")
+                self.weights[name][offset : offset + numel] = values
 
 
 def _joined(pieces: Iterable[Float64]) -> Float64:

@@ -96,6 +96,21 @@ def _name(value: Any) -> bool:
 
 _TENSOR: Final = _table(name=_name, dtype=_name, shape=_shape, hash=_maybe_hash)
 _OTHER: Final = _table(name=_name, type=_name, hash=_maybe_hash)
+
+
+def _two(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_number, value))
+
+
+def _counts(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MOST
+        and all(re.fullmatch("0|[1-9][0-9]{0,8}", name) for name in value)
+        and all(map(_number, value.values()))
+    )
+
+
 _DIGEST: Final[Mapping[str, Fits]] = {
     "l2": _number,
     "max_abs": _number,
@@ -126,6 +141,31 @@ _POINTS: Final[Mapping[str, Mapping[str, Fits]]] = {
     },
     "local_accum": {"carry": _flag},
     "master_grad": {"total_norm": _number},
+    "optimizer_state": {
+        "class": _text,
+        "rule": lambda v: v in (None, "adam", "sgd"),
+        "kernel": _text,
+        "group": _count,
+        "betas": _two,
+        **dict.fromkeys(
+            ("lr", "eps", "weight_decay", "momentum", "dampening", "step"),
+            _number,
+        ),
+        **dict.fromkeys(
+            (
+                "decoupled",
+                "bias_correction",
+                "amsgrad",
+                "maximize",
+                "nesterov",
+                "shared_count",
+            ),
+            _flag,
+        ),
+        "steps": _counts,
+        "moment": _text,
+        "of": _text,
+    },
     "bucket": {
         "comm_dtype": _text,
         "ranks": _ranks,
@@ -146,6 +186,7 @@ _STEP: Final[Mapping[str, Fits]] = {
     "engine_skipped_steps": _count,
     "engine_global_samples": _count,
     "boundary": _flag,
+    "checkpoint_loaded": _flag,
 }
 _REPORT: Final[Mapping[str, Fits]] = dict.fromkeys(("loss", "grad_norm", "lr"), _number)
 _EFFECTIVE: Final[Mapping[str, Fits]] = {

@@ -40,15 +40,20 @@ POINTS: Final[tuple[Point, ...]] = (
     Point("accumulated", 8, "spans", True, "the accumulation buffer of reduced shards"),
     Point("master_grad", 9, "spans", False, "the gradient given to the optimizer, still scaled"),
     Point("clipped_grad", 10, "spans", False, "the same after unscale and clip"),
-    Point("master_weight", 11, "spans", False, "fp32 weights before and after the optimizer"),
+    Point(
+        "optimizer_state", 11, "spans", False, "the optimizer's moments, and the rule it follows"
+    ),
+    Point("master_weight", 12, "spans", False, "fp32 weights before and after the optimizer"),
 )
 
 POINT_NAMES: Final[tuple[str, ...]] = tuple(point.name for point in POINTS)
 BY_NAME: Final[dict[str, Point]] = {point.name: point for point in POINTS}
 # Points that the first traces of format version 1 did not have: readers take them as absent there.
-LATER: Final = frozenset({"input", "weight", "master_weight"})
+LATER: Final = frozenset({"input", "weight", "optimizer_state", "master_weight"})
 # Points that are kept as digests unless the plan names them.
 DIGESTED: Final = frozenset({"weight", "master_weight"})
+# Points that are recorded only where the plan names them: twice the size of the fp32 weights.
+ON_REQUEST: Final = frozenset({"optimizer_state"})
 _AFTER_ALL: Final = 2**62
 
 

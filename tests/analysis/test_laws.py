@@ -57,6 +57,8 @@ def test_clean_runs_pass(tmp_path, stage, world, micro_steps, dtypes, mode, extr
         accum_dtype=accum,
         comm_dtype=comm,
         gas_mode=mode,
+        whole_weights=True,
+        momentum=0.9,
         **extra,
     )
     result = audit(write_run(tmp_path / "run", run))
@@ -70,7 +72,8 @@ def test_clean_runs_pass(tmp_path, stage, world, micro_steps, dtypes, mode, extr
 
 
 def _fault_run(stage, kind, law, **more):
-    micro_step = {"master": None}.get(law, 2 if stage == 1 and law != "accumulate_local" else 1)
+    late = dict.fromkeys(("master", "update", "publish"))
+    micro_step = late.get(law, 2 if stage == 1 and law != "accumulate_local" else 1)
     amount = {"scaled": 4.0, "shifted": 3, "rank_missing": 1, "low_precision": 8}.get(kind, 2.0)
     return Run(
         **{
@@ -88,6 +91,8 @@ def _fault_run(stage, kind, law, **more):
                 ("head.scale", (1,)),
             ),
             "bucket_numel": 1000,
+            "whole_weights": True,
+            "momentum": 0.9,
             "faults": (Fault(kind, law, step=1, micro_step=micro_step, amount=amount),),
             **more,
         }
@@ -119,6 +124,8 @@ REDUCTIONS = (
     ("stale", "stale"),
     ("partly_overwritten", "partly_overwritten"),
 )
+# An optimizer adds a change to the weights: what scales is that alone.
+UPDATES = (*ANY, ("scaled", "scaled"), ("stale", "stale"), ("swapped", "swapped"))
 COPIES = (*ANY, ("stale", "stale"), ("not_averaged", "not_averaged"))
 CASES = [
     *((1, "accumulate_local", kind, cause) for kind, cause in SUMS),
@@ -134,6 +141,10 @@ CASES = [
     *((2, "master", kind, cause) for kind, cause in COPIES),
     *((3, "master", kind, cause) for kind, cause in (*COPIES, ("swapped", "swapped"))),
     (1, "accumulate_local", "swapped", "swapped"),
+    *((2, "update", kind, cause) for kind, cause in UPDATES if kind != "swapped"),
+    *((3, "update", kind, cause) for kind, cause in UPDATES),
+    *((2, "publish", kind, cause) for kind, cause in UPDATES),
+    *((3, "publish", kind, cause) for kind, cause in UPDATES),
 ]
 
 
@@ -143,7 +154,7 @@ def test_each_fault_breaks_its_law_and_is_named(tmp_path, stage, law, kind, caus
     assert result.verdict == "fail"
     first = result.first
     assert (first.law, first.cause, first.step) == (law, cause, 1), first
-    assert first.micro_step == (None if law == "master" else first.micro_step)
+    assert (first.micro_step is None) == (law in {"master", "update", "publish"})
     assert {name for name in LAWS if result.laws[name].broken} <= {law, "end_to_end"}
     assert [finding.law for finding in result.findings] == [law], result.findings
     assert first.detail and first.found is not None

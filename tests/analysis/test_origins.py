@@ -223,16 +223,19 @@ def test_buffers_explain_losses_that_differ(tmp_path):
 # --- ranks of one run --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_with_other_weights_is_found(tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "step", "law"), [(1, 0, "replicate"), (2, 0, "replicate"), (1, 1, "publish")]
+)
+def test_a_rank_with_other_weights_is_found(tmp_path, stage, step, law):
+    """From the second step on, the masters tell which of the ranks is wrong."""
     faults = (
-        Fault("weights_differ", "replicate", step=1, rank=2, param="layers.1.bias", amount=0.5),
+        Fault("weights_differ", "replicate", step=step, rank=2, param="layers.1.bias", amount=0.5),
     )
     run = Run(stage=stage, steps=2, world_size=3, samples=24, faults=faults)
     result = audit(write_run(tmp_path / "run", run))
     first = result.first
     assert (first.law, first.cause, first.step, first.rank, first.param, first.point) == (
-        "replicate", "weights_differ", 1, 2, "layers.1.bias", "weight",
+        law, "weights_differ", step, 2, "layers.1.bias", "weight",
     )  # fmt: skip
     assert len(result.findings) == 1
 

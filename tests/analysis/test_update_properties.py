@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrace.analysis import bounds
-from gradtrace.analysis.laws import publish, update
+from gradtrace.analysis.laws import optimizers, publish
 from gradtrace.trace.dtypes import DTYPES
 from tests.analysis.properties import DEEP, examples, rounded, seeds, tensor
 
@@ -46,7 +46,7 @@ def _adam_settings(rng):
 
 
 def _rule(settings, step, *, decoupled):
-    return update.Adam(
+    return optimizers.Adam(
         lr=settings["lr"],
         beta1=settings["betas"][0],
         beta2=settings["betas"][1],
@@ -100,8 +100,8 @@ def test_torchs_adam_and_adamw(seed, way, decoupled, wild, name):
             before, grad = _numpy(param), _numpy(param.grad)
             optimizer.step()
             rule = _rule(settings, step, decoupled=decoupled)
-            result = update.adam(
-                before, grad, *moments.values(), rule, dtype, update.KERNELS["torch"]
+            result = optimizers.adam(
+                before, grad, *moments.values(), rule, dtype, optimizers.KERNELS["torch"]
             )
             moments = {key: _numpy(optimizer.state[param][key]) for key in moments}
             _silent(result, _numpy(param), moments, settings, way, step, flush)
@@ -134,7 +134,7 @@ def test_torchs_sgd(seed, way, wild, name):
         param.grad = _tensor(_values(rng, dtype, wild=wild), dtype)
         before, grad = _numpy(param), _numpy(param.grad)
         optimizer.step()
-        result = update.sgd(before, grad, held, update.Sgd(**settings), dtype)
+        result = optimizers.sgd(before, grad, held, optimizers.Sgd(**settings), dtype)
         moments = {}
         if momentum:
             held = _numpy(optimizer.state[param]["momentum_buffer"])
@@ -154,17 +154,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kernel", update.KERNELS)
+@pytest.mark.parametrize("kernel", optimizers.KERNELS)
 def test_a_wrong_rule_breaks_it(fault, kernel):
     """On weights of order 0.02 and a learning rate of 1e-3, as training has them."""
     rng = np.random.default_rng(5)
     weight = rounded(0.02 * rng.standard_normal(1000), SINGLE)
     grad, first = (rounded(1e-3 * rng.standard_normal(1000), SINGLE) for _ in range(2))
     second = rounded(1e-6 * rng.random(1000), SINGLE)
-    right = update.Adam(1e-3, 0.9, 0.95, 1e-8, 0.1, 5, decoupled=True)
+    right = optimizers.Adam(1e-3, 0.9, 0.95, 1e-8, 0.1, 5, decoupled=True)
     tensors = (weight, grad, first, second)
-    expected = update.adam(*tensors, right, SINGLE, update.KERNELS[kernel]).weight
-    found = update.adam(*tensors, FAULTS[fault](right), SINGLE, update.KERNELS[kernel]).weight.value
+    expected = optimizers.adam(*tensors, right, SINGLE, optimizers.KERNELS[kernel]).weight
+    found = optimizers.adam(
+        *tensors, FAULTS[fault](right), SINGLE, optimizers.KERNELS[kernel]
+    ).weight.value
     assert not bounds.breaks(rounded(expected.value, SINGLE), expected).any()
     assert bounds.breaks(rounded(found, SINGLE), expected).mean() > 0.5, fault
     step = 4 * expected.error
@@ -189,8 +191,8 @@ def test_deepspeeds_cpu_adam(cpu_adam, seed, decoupled):
         before, grad = _numpy(param), _numpy(param.grad)
         optimizer.step()
         rule = _rule(settings, step, decoupled=decoupled)
-        kernel = update.KERNELS["DeepSpeedCPUAdam"]
-        result = update.adam(before, grad, *moments.values(), rule, SINGLE, kernel)
+        kernel = optimizers.KERNELS["DeepSpeedCPUAdam"]
+        result = optimizers.adam(before, grad, *moments.values(), rule, SINGLE, kernel)
         moments = {key: _numpy(optimizer.state[param][key]) for key in moments}
         _silent(result, _numpy(param), moments, settings, step)
 

@@ -17,12 +17,14 @@ from gradtrace.analysis.results import AuditResult, Finding
 from gradtrace.testing import live
 from gradtrace.testing.mutators import Fault
 from gradtrace.testing.ranks import RankError
+from gradtrace.trace.points import POINT_NAMES
 from gradtrace.trace.reader import Trace, open_trace
 from gradtrace.trace.spans import PADDING
 from tests.real.training import Setup, train
 
 STEPS: Final = 2
-OPTIMIZER_HOPS: Final = ("master", "unscale_clip")
+OPTIMIZER_HOPS: Final = ("master", "unscale_clip", "update", "publish")
+WEIGHTS: Final = ("update", "publish")
 SCALE: Final = 64.0  # the loss scale of runs that plant `not_unscaled`
 # A stretch that moved less than this many roundings may stay below the bounds of any law; one that
 # moved more than `CERTAIN` never does here, where a bound counts fewer than 40 roundings.
@@ -91,6 +93,21 @@ def _reduction(hop: str) -> Iterator[Kind]:
     yield Kind(hop, "rank_missing", "rank_missing", (0, 1, 2))
 
 
+def _weights() -> Iterator[Kind]:
+    """Yield what may happen to weights: an optimizer adds a change, what it scales is that alone."""
+    for hop, steps in (("update", (0, 1)), ("publish", (1,))):
+        yield Kind(hop, "stale", "stale", steps=steps)
+        yield Kind(hop, "zeroed", "zeroed", steps=steps)
+        yield Kind(hop, "sign_flipped", "sign_flipped", steps=steps)
+        yield Kind(hop, "scaled", "scaled", _FACTORS, least=8, steps=steps)
+        yield Kind(hop, "shifted", "shifted", (1, 3, -2), least=16, steps=steps)
+        yield Kind(hop, "swapped", "swapped", least=5, steps=steps)
+        yield Kind(hop, "low_precision", "low_precision", least=16, steps=steps)
+        yield Kind(hop, "partly_overwritten", "partly_overwritten", least=16, steps=steps)
+    yield Kind("update", "scaled", "sign_flipped", (-1.0,), least=8)
+    yield Kind("update", "non_finite", "non_finite", (0, 3), steps=(1,))
+
+
 KINDS: Final = (
     Kind("seed", "wrong_seed", "scaled", (1.5, 3.0), everywhere=True),
     Kind("seed", "wrong_seed", "averaged_twice", (1 / MICRO_STEPS,), everywhere=True),
@@ -104,6 +121,7 @@ KINDS: Final = (
     *_any("master"),
     Kind("unscale_clip", "not_unscaled", "not_unscaled", (SCALE,)),
     Kind("unscale_clip", "wrong_clip", "wrong_clip", (2.0, 0.6), least=4),
+    *_weights(),
     Kind("replicate", "order_mismatch", "order_mismatch"),
     Kind("replicate", "boundary_mismatch", "boundary_mismatch", micro_steps=(0, 1, 2)),
 )
@@ -129,7 +147,9 @@ SETUPS: Final[dict[str, Setup]] = {
 def hops_of(name: str) -> dict[str, tuple[int, ...]]:
     """Return the hops that a setup has, each with the micro-steps in which it runs."""
     every, last = tuple(range(MICRO_STEPS)), (MICRO_STEPS - 1,)
-    hops = {"seed": every, "master": last, "unscale_clip": last}
+    hops = {"seed": every, **dict.fromkeys(OPTIMIZER_HOPS, last)}
+    if name == "z0-bf16-fused":
+        del hops["update"]  # an optimizer of the caller's own: no rule is known of it
     if name.startswith("z0"):
         hops |= {"accumulate_local": every, "pack": last, "reduce": last}
     elif name.startswith("z1"):
@@ -311,8 +331,9 @@ def run(one: Draw, directory: Path) -> Score:
             live.override_loss_scale(engine, SCALE)
         live.plant(engine, one.fault, report=directory / "strikes")
 
+    options = {"points": ",".join(POINT_NAMES)} if one.fault.law in WEIGHTS else {}
     try:
-        train(one.setup, directory / "trace", before=before)
+        train(one.setup, directory / "trace", before=before, **options)
     except RankError as error:
         return Score(one, {}, (), (f"the run failed: {error}",), failed=True)
     struck: dict[tuple[int, str], float] = {}

@@ -41,6 +41,12 @@ SAMPLE = (
     ("z3-bf16", "reduce", "not_reduced"),
     ("z3-bf16", "replicate", "order_mismatch"),
     ("z3-bf16-accum32", "master", "partly_overwritten"),
+    ("z0-fp32", "update", "stale"),
+    ("z0-bf16", "publish", "stale"),
+    ("z1-bf16-accum32", "publish", "swapped"),
+    ("z2-bf16", "update", "scaled"),
+    ("z3-bf16", "update", "partly_overwritten"),
+    ("z3-fp32", "publish", "shifted"),
 )
 
 

@@ -155,12 +155,12 @@ def test_one_element_that_one_rank_holds_otherwise_is_found(stage: int, tmp_path
     first = gradtrace.audit(tmp_path / "trace").first
     assert first is not None
     assert (first.law, first.cause, first.step, first.micro_step) == (
-        "replicate",
+        "publish",  # which of the two ranks is wrong, the masters tell
         "weights_differ",
         1,
         None,
     )
-    assert (first.param, first.point, first.folded) == ("0.weight", "weight", ())
+    assert (first.rank, first.param, first.point, first.folded) == (1, "0.weight", "weight", ())
 
 
 def test_the_odd_rank_of_three_is_named(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_audit_says_the_verdict_first() -> None:
     assert "end_to_end dropped_micro_steps 1 step 0, micro-step 1, rank 0" in shown
     assert "accumulate_local: local_accum is absent (12)" in shown
     assert as_text(PAGES["pass"]()).startswith(
-        "PASS: every law that could be checked holds (864 ch"
+        "PASS: every law that could be checked holds (1056 ch"
     )
 
 

@@ -98,10 +98,11 @@ KIND_AT = [(kind, law) for law in HOPS[1:-1] for kind in KINDS] + [
 NOTHING = {
     *itertools.product(
         ("dropped_micro_steps", "carried_over", "not_reduced", "rank_missing"),
-        ("pack", "partition", "master", "unscale_clip"),
+        ("pack", "partition", "master", "unscale_clip", "publish"),
     ),
     *itertools.product(("dropped_micro_steps", "carried_over"), ("reduce",)),
-    *itertools.product(("rank_missing",), ("accumulate_local", "accumulate")),
+    *itertools.product(("rank_missing",), ("accumulate_local", "accumulate", "update")),
+    ("carried_over", "update"),
 }
 
 

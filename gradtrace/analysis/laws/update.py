@@ -1,286 +1,348 @@
 """Law `update`: the weights after a step are what the optimizer's rule makes of those before it.
 
-Recomputes Adam, AdamW and SGD in float64 from what the optimizer was given, with a proven bound on
-how far torch's and DeepSpeed's own kernels may round away from there (docs/laws/update.md). Pure
-functions of tensors and settings; nothing here reads a trace.
+So are the moments, which the step after begins with. A step that is left out, and a parameter that the
+optimizer is not given, stay as they are to the bit (docs/laws/update.md).
 
-Source: torch 2.13.0, optim/adam.py (`_single_tensor_adam`), optim/sgd.py (`_single_tensor_sgd`);
-deepspeed 0.19.8, ops/csrc/adam/multi_tensor_adam.cu and ops/csrc/includes/cpu_adam.h.
+Source: torch 2.13.0, optim/optimizer.py: parameters without a gradient are passed over; deepspeed
+0.19.8, step() of each optimizer: an overflow returns before the wrapped optimizer's step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-import numpy as np
+from gradtrace.analysis.align import Event
+from gradtrace.analysis.bounds import Estimate, exact
+from gradtrace.analysis.hypotheses import Hypothesis
+from gradtrace.analysis.laws.common import Lack, Place, Scene, check, coarsest, simple_finding
+from gradtrace.analysis.laws.optimizers import Adam, Updated
+from gradtrace.analysis.laws.update_causes import Step, of_moment, of_weight
+from gradtrace.analysis.laws.update_rules import MOMENTS, Rule, count_of, rule_of
+from gradtrace.analysis.origins import stretch_hash
+from gradtrace.trace.dtypes import Float64
+from gradtrace.trace.records import Record
 
-from gradtrace.analysis.bounds import Estimate, Mask, gamma, underflow
-from gradtrace.trace.dtypes import Dtype, Float64
-
-LAW: Final = "update"
-_U32: Final = 2.0**-24
-_U64: Final = 2.0**-53
-_OWN: Final = 64  # roundings of this recomputation in float64, by a wide margin
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """Say how an implementation rounds, where that differs from one rounding an operation.
-
-    Attributes:
-        scalars: in which precision 1 - beta, beta**step and the like are computed.
-        division, root: roundings that one division, one square root are worth.
-    """
-
-    scalars: Literal["float64", "float32"]
-    division: int
-    root: int
-
-
-KERNELS: Final[Mapping[str, Kernel]] = {
-    # for-loop, foreach and fused; a capturable one keeps its scalars in float32
-    "torch": Kernel("float64", 1, 1),
-    "torch_capturable": Kernel("float32", 1, 1),
-    # nvcc --use_fast_math: a quotient within 2 ulp, a root within 2**-23
-    "FusedAdam": Kernel("float32", 4, 2),
-    "DeepSpeedCPUAdam": Kernel("float32", 1, 1),
-}
+LAW = "update"
+_DIGESTS = "master_weight is kept as digests: name it in points"
 
 
 @dataclass(frozen=True, slots=True)
-class Adam:
-    """Hold the settings of one step of Adam or AdamW.
+class _Unit:
+    """Hold what is recorded of one parameter's stretch that an optimizer steps as a whole."""
 
-    Attributes:
-        step: counted from 1, this one included.
-        decoupled: AdamW: decay the weight itself instead of adding to the gradient.
-        bias_correction: off only where DeepSpeed's ``bias_correction`` is.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    decoupled: bool
-    maximize: bool = False
-    bias_correction: bool = True
+    rank: int
+    unit: str
+    before: Event
+    after: Event
 
 
-@dataclass(frozen=True, slots=True)
-class Sgd:
-    """Hold the settings of one step of SGD."""
-
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """Hold what a step leaves.
-
-    Attributes:
-        weight: after the step.
-        moments: by torch's name: ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``.
-    """
-
-    weight: Estimate
-    moments: Mapping[str, Estimate]
+def check_param(scene: Scene, param: int) -> None:
+    """Check the weights and the moments that a step leaves of one parameter, on every rank."""
+    for rank in scene.ranks:
+        units = _units(scene, rank, param)
+        if isinstance(units, Lack):
+            scene.ledger.lack(LAW, units)
+            continue
+        for unit in units:
+            _check_unit(scene, unit)
 
 
-def adam(
-    weight: Float64,
-    grad: Float64,
-    exp_avg: Float64,
-    exp_avg_sq: Float64,
-    rule: Adam,
-    dtype: Dtype,
-    kernel: Kernel,
-) -> Updated:
-    """Recompute one step of Adam or AdamW.
+def _units(scene: Scene, rank: int, param: int) -> list[_Unit] | Lack:
+    lack = scene.lack("master_weight", None, rank)
+    if lack is not None:
+        return lack
+    events = scene.alignment.events(scene.step, None, "master_weight", rank, param)
+    by_unit: dict[str, dict[int, Event]] = {}
+    for event in events:
+        by_unit.setdefault(event.record.unit, {})[event.record.occurrence] = event
+    if any(set(pair) != {0, 1} for pair in by_unit.values()):
+        return Lack("gap", "master_weight was not recorded both before and after the step")
+    if not events and scene.alignment.own_spans(rank, param):
+        return Lack("gap", "master_weight has no record, and no gap says why")
+    return [_Unit(rank, unit, pair[0], pair[1]) for unit, pair in by_unit.items()]
 
-    Args:
-        weight: 1-D, before the step.
-        grad: 1-D, unscaled and clipped: what the optimizer was given.
-        exp_avg, exp_avg_sq: 1-D moments before the step; zeros before the first.
-        rule: the settings in effect.
-        dtype: the coarsest in which weight, gradient and moments are held or computed.
-        kernel: how the implementation rounds; one of `KERNELS`.
 
-    Returns:
-        Weight and moments after the step. Where an intermediate may overflow, or the denominator
-        may be zero, nothing is said of the element: its error is infinite.
-    """
-    u, eta = dtype.unit_roundoff, underflow(dtype)
-    with np.errstate(all="ignore"):
-        g, g_error = _decayed(weight, grad, rule.weight_decay, rule.maximize, rule.decoupled, dtype)
-        reach = np.abs(g) + g_error
+def _check_unit(scene: Scene, unit: _Unit) -> None:
+    alignment, rank, param = scene.alignment, unit.rank, unit.before.param
+    if alignment.step_end(scene.step, rank).facts.get("overflow"):
+        _check_unchanged(scene, unit, "the step was left out as overflowed")
+        return
+    lack = scene.lack("clipped_grad", None, rank)
+    if lack is not None:
+        scene.ledger.lack(LAW, lack)
+        return
+    given = alignment.events(scene.step, None, "clipped_grad", rank, param)
+    if not given and scene.replicated(rank):
+        _check_unchanged(scene, unit, "the optimizer was given no gradient of it")
+        return
+    if not given:
+        scene.ledger.lack(LAW, Lack("gap", "clipped_grad has no record, and no gap says why"))
+        return
+    rule = _rule(scene, scene.step, unit)
+    if isinstance(rule, Lack):
+        scene.ledger.lack(LAW, rule)
+        return
+    for span in unit.before.spans:
+        start, stop = span.param_offset, span.param_offset + span.numel
+        step = _step(scene, unit, rule, given[-1], start, stop)
+        if isinstance(step, Lack):
+            scene.ledger.lack(LAW, step)
+        else:
+            _check_span(scene, unit, step, start, stop)
 
-        first, first_rel = _rest(rule.beta1, kernel)
-        m = rule.beta1 * exp_avg + first * g
-        spread = _lerp_size(np.abs(exp_avg), reach, first)
-        m_error = _grown(4, u, first_rel) * spread + first * g_error + 5 * eta
 
-        second, second_rel = _rest(rule.beta2, kernel)
-        v = rule.beta2 * exp_avg_sq + second * g * g
-        v_size = rule.beta2 * np.abs(exp_avg_sq) + second * reach * reach
-        v_error = _grown(4, u, second_rel) * v_size + 6 * eta
-        v_error += second * g_error * (2 * np.abs(g) + g_error)
+def _check_span(scene: Scene, unit: _Unit, step: Step, start: int, stop: int) -> None:
+    found = scene.alignment.cut(unit.after, start, stop)
+    if found is None:
+        reason = "master_weight holds other elements after the step"
+        scene.ledger.lack(LAW, Lack("gap", reason))
+        return
+    expected = step.take()
+    place = Place(LAW, scene.step, None, unit.rank, unit.before.param, "master_weight", start)
+    context = scene.context(place, step.dtype, unit.after.dtype)
 
-        one, one_rel = _correction(rule.beta1, rule, kernel)
-        two, two_rel = _correction(rule.beta2, rule, kernel)
-        root = np.sqrt(np.maximum(v, 0) / two)
-        moved = (v_error + 2 * eta) / two
-        root_error = np.minimum(np.sqrt(moved), moved / root)
-        roundings = kernel.root + kernel.division + 3
-        root_error += _grown(roundings, u, two_rel) * (root + root_error) + 2 * eta
-        bottom = root + rule.eps
-        bottom_error = root_error + _grown(4, u) * (bottom + root_error) + 2 * eta
-        least = bottom - bottom_error
+    def of_others() -> Iterator[tuple[str, Float64]]:
+        yield from _others(scene, unit, stop - start)
 
-        top = m / one
-        top_error = m_error / one
-        ratio = top / bottom
-        ratio_error = top_error / least + np.abs(top) * bottom_error / (bottom * least)
-        ratio_error += (
-            _grown(2 * kernel.division + 5, u, one_rel) * (np.abs(top) + top_error) / least
-        )
-        lost_here = 4 * eta * (1 + 1 / least)  # before or after lr is multiplied in
-        ratio_error += lost_here
+    check(
+        scene,
+        place,
+        found,
+        expected.weight,
+        context=context,
+        hypotheses=lambda: of_weight(step, expected.weight, found, context, of_others),
+    )
+    _check_moments(scene, unit, step, expected, start, stop)
 
-        decay = rule.lr * rule.weight_decay if rule.decoupled else 0.0
-        value = weight * (1 - decay) - rule.lr * ratio
-        change = decay * np.abs(weight) + rule.lr * (np.abs(ratio) + ratio_error)
-        error = _grown(3 if decay else 1, u) * np.abs(weight) + _grown(7, u) * change
-        error += rule.lr * ratio_error + lost_here + 6 * eta
 
-        lost = ~(least > 0)
-        narrow = dtype.largest / 8
-        folded = bottom / min(1.0, rule.lr / one or 1.0)  # as a capturable step divides by
-        largest = np.abs(top) + top_error
-        sizes = (reach, reach * reach, spread, v_size, folded, np.abs(weight), largest, change)
-        for size in (*sizes, largest / least):
-            lost |= size >= narrow
-        over = (spread >= narrow) | (reach >= narrow)
-        squared = (v_size >= narrow) | (reach * reach >= narrow)
-    return Updated(
-        _result(value, error, lost, weight, grad, exp_avg, exp_avg_sq),
-        {
-            "exp_avg": _result(m, m_error, over, weight, grad, exp_avg),
-            "exp_avg_sq": _result(v, v_error, squared, weight, grad, exp_avg_sq),
-        },
+def _check_moments(
+    scene: Scene, unit: _Unit, step: Step, expected: Updated, start: int, stop: int
+) -> None:
+    """Check the moments that the next step begins with."""
+    if not expected.moments:
+        return
+    held = _next_state(scene, unit)
+    if isinstance(held, Lack):
+        scene.ledger.lack(LAW, held, len(expected.moments))
+        return
+    for moment, estimate in expected.moments.items():
+        event = held.get(moment)
+        found = None if event is None else scene.alignment.cut(event, start, stop)
+        if event is None or found is None:
+            reason = f"{moment} has no record in the step after, and no gap says why"
+            scene.ledger.lack(LAW, Lack("gap", reason))
+        else:
+            _check_moment(scene, unit, step, moment, event, found, estimate, start)
+    _check_count(scene, unit, 1)
+
+
+def _check_moment(
+    scene: Scene,
+    unit: _Unit,
+    step: Step,
+    moment: str,
+    event: Event,
+    found: Float64,
+    estimate: Estimate,
+    start: int,
+) -> None:
+    place = Place(LAW, scene.step, None, unit.rank, unit.before.param, "optimizer_state", start)
+    context = scene.context(place, coarsest(step.dtype, event.dtype), event.dtype)
+    context = replace(context, point=f"{moment}, as step {scene.step + 1} begins with it,")
+    check(
+        scene,
+        place,
+        found,
+        estimate,
+        context=context,
+        hypotheses=lambda: of_moment(step, moment, context),
     )
 
 
-def sgd(
-    weight: Float64,
-    grad: Float64,
-    momentum_buffer: Float64 | None,
-    rule: Sgd,
-    dtype: Dtype,
-) -> Updated:
-    """Recompute one step of SGD.
-
-    Args:
-        weight: 1-D, before the step.
-        grad: 1-D, unscaled and clipped.
-        momentum_buffer: 1-D, before the step; ``None`` before the first, which copies the gradient
-            without dampening.
-        rule: the settings in effect.
-        dtype: the coarsest in which the tensors are held or computed.
-    """
-    u, eta = dtype.unit_roundoff, underflow(dtype)
-    moments: dict[str, Estimate] = {}
-    narrow = dtype.largest / 8
-    with np.errstate(all="ignore"):
-        g, g_error = _decayed(weight, grad, rule.weight_decay, rule.maximize, False, dtype)
-        lost = np.abs(g) + g_error >= narrow
-        inputs = [weight, grad]
-        if rule.momentum != 0:
-            held, held_error = g, g_error
-            if momentum_buffer is not None:
-                inputs.append(momentum_buffer)
-                share = 1 - rule.dampening
-                held = rule.momentum * momentum_buffer + share * g
-                size = np.abs(rule.momentum * momentum_buffer)
-                size += abs(share) * (np.abs(g) + g_error)
-                held_error = _grown(3, u) * size + abs(share) * g_error + 4 * eta
-                lost |= size >= narrow
-            moments["momentum_buffer"] = _result(held, held_error, lost.copy(), *inputs)
-            if rule.nesterov:
-                size = np.abs(g) + g_error + rule.momentum * (np.abs(held) + held_error)
-                g = g + rule.momentum * held
-                g_error = g_error + rule.momentum * held_error + _grown(3, u) * size + 4 * eta
-                lost |= size >= narrow
-            else:
-                g, g_error = held, held_error
-        value = weight - rule.lr * g
-        change = rule.lr * (np.abs(g) + g_error)
-        error = _grown(1, u) * np.abs(weight) + _grown(3, u) * change + rule.lr * g_error + 4 * eta
-        lost |= (change >= narrow) | (np.abs(weight) >= narrow)
-    return Updated(_result(value, error, lost, *inputs), moments)
+def _check_unchanged(scene: Scene, unit: _Unit, why: str) -> None:
+    """Check that weights and moments stay as they are to the bit."""
+    alignment, param = scene.alignment, unit.before.param
+    place = Place(LAW, scene.step, None, unit.rank, param, "master_weight")
+    hashes = [_hashes(scene, event) for event in (unit.before, unit.after)]
+    if hashes[0] == hashes[1]:
+        scene.ledger.passed(LAW)
+    elif unit.before.record.key is None or unit.after.record.key is None:
+        detail = f"The weights of {scene.name(param)} changed, though {why}; the hashes tell it."
+        simple_finding(scene, place, "unknown", detail)
+    else:
+        for span in unit.before.spans:
+            start, stop = span.param_offset, span.param_offset + span.numel
+            found, before = (
+                alignment.cut(unit.after, start, stop),
+                alignment.fetch(unit.before, span),
+            )
+            if found is None:
+                reason = "master_weight holds other elements after the step"
+                scene.ledger.lack(LAW, Lack("gap", reason))
+                continue
+            place = replace(place, offset=start)
+            dtype = unit.after.dtype
+            context = scene.context(place, dtype, dtype)
+            context = replace(context, point=f"master_weight, which must not change ({why}),")
+            check(scene, place, found, exact(before), context=context, hypotheses=_nothing)
+    state, held = _state(scene, scene.step, unit), _next_state(scene, unit)
+    if isinstance(state, Lack) or isinstance(held, Lack):
+        return  # what is missing here, the steps that are taken say
+    for moment, event in state.items():
+        after = held.get(moment)
+        if after is None or _hashes(scene, event) != _hashes(scene, after):
+            words = f"{moment} of {scene.name(param)} changed, though {why}."
+            place = replace(place, point="optimizer_state", offset=0)
+            simple_finding(scene, place, "unknown", words)
+        else:
+            scene.ledger.passed(LAW)
+    _check_count(scene, unit, 0)
 
 
-def _grown(roundings: int, u: float, relative: float = 0.0) -> float:
-    """Return the effect of so many roundings and of a scalar that is off by a relative error."""
-    own = gamma(_OWN, _U64)
-    return (1 + gamma(roundings, u)) * (1 + relative) * (1 + own) - 1
+def _nothing() -> Iterator[Hypothesis]:
+    return iter(())
 
 
-def _decayed(
-    weight: Float64, grad: Float64, decay: float, maximize: bool, decoupled: bool, dtype: Dtype
-) -> tuple[Float64, Float64]:
-    """Return the gradient with its sign and, unless decoupled, the weight decay; and its error."""
-    g = -grad if maximize else grad
-    if decoupled or decay == 0:
-        return g, np.where((g != 0) & (np.abs(g) < dtype.smallest_normal), underflow(dtype), 0.0)
-    size = np.abs(g) + decay * np.abs(weight)
-    return g + decay * weight, _grown(3, dtype.unit_roundoff) * size + 4 * underflow(dtype)
+def _hashes(scene: Scene, event: Event) -> tuple[str, list[tuple[int, int, str]]]:
+    """Return dtype and hashes of the stretches that hold the parameter."""
+    trace, record = scene.alignment.trace, event.record
+    found = [(s.param_offset, s.numel, stretch_hash(trace, record, s)) for s in event.spans]
+    return str(record.dtype), found
 
 
-def _lerp_size(before: Float64, now: Float64, share: float) -> Float64:
-    """Return what the roundings of a moving average are relative to, however it is written.
-
-    b*m + (1-b)*g is the smallest; torch's ``lerp`` computes m + (1-b)*(g - m), and for a share of one
-    half or more g - (g - m)*b, with b = 1 - share rounded against 1.
-    """
-    apart = before + now
-    return before + share * apart if share < 0.5 else now + (2 - share) * apart
-
-
-def _rest(beta: float, kernel: Kernel) -> tuple[float, float]:
-    """Return 1 - beta, and its relative error beyond one rounding."""
-    rest = 1 - beta
-    if kernel.scalars == "float64" or rest == 0:
-        return rest, 0.0
-    return rest, 2 * _U32 * (beta / rest + 1)
-
-
-def _correction(beta: float, rule: Adam, kernel: Kernel) -> tuple[float, float]:
-    """Return 1 - beta**step, and its relative error beyond one rounding."""
-    if not rule.bias_correction:
-        return 1.0, 0.0
-    power = beta**rule.step
-    rest = 1 - power
-    if kernel.scalars == "float64":
-        return rest, 2 * _U32
-    # beta is rounded, and its power is a product of `step` factors or within 2 ulp.
-    return rest, 2 * _U32 * ((2 * rule.step + 4) * power / rest + 2)
+def _check_count(scene: Scene, unit: _Unit, more: int) -> None:
+    """Check that the optimizer counts this step, as its bias correction depends on it."""
+    param = unit.before.param
+    counts = [
+        None if facts is None else count_of(facts.facts, param)
+        for facts in (_facts(scene, step, unit) for step in (scene.step, scene.step + 1))
+    ]
+    state = _facts(scene, scene.step, unit)
+    if counts[1] is None or (state is not None and state.facts.get("shared_count")):
+        return
+    before, after = counts[0] or 0.0, counts[1]
+    if after == before + more:
+        scene.ledger.passed(LAW)
+        return
+    place = Place(LAW, scene.step, None, unit.rank, param, "optimizer_state")
+    cause = "stale" if after == before else "double_counted" if after > before + more else "unknown"
+    detail = (
+        f"The optimizer had counted {before:g} steps of {scene.name(param)}, and counts {after:g} after "
+        f"this one instead of {before + more:g}."
+    )
+    simple_finding(scene, place, cause, detail, expected=before + more, found=after)
 
 
-def _result(value: Float64, error: Float64, lost: Mask, *inputs: Float64) -> Estimate:
-    """Say nothing of elements that may overflow; what is not finite already, stays so."""
-    odd = np.zeros(len(value), dtype=np.bool_)
-    for tensor in inputs:
-        odd |= ~np.isfinite(tensor)
-    odd |= ~np.isfinite(error)
-    lost = lost | odd
-    return Estimate(np.where(lost, 0.0, value), np.where(lost, math.inf, error), lost)
+# -- what is recorded ------------------------------------------------------------------------------
+
+
+def _step(
+    scene: Scene, unit: _Unit, rule: Rule, given: Event, start: int, stop: int
+) -> Step | Lack:
+    """Return one stretch of a parameter with all that its step depends on."""
+    alignment = scene.alignment
+    if unit.before.record.key is None or unit.after.record.key is None:
+        return Lack("skip", _DIGESTS)
+    state = _state(scene, scene.step, unit)
+    if isinstance(state, Lack):
+        return state
+    weight, grad = alignment.cut(unit.before, start, stop), alignment.cut(given, start, stop)
+    if weight is None or grad is None:
+        return Lack("gap", "clipped_grad holds other elements than master_weight")
+    moments: dict[str, Float64] = {}
+    dtypes = [unit.before.dtype, unit.after.dtype, given.dtype]
+    for moment in MOMENTS[rule.name]:
+        event = state.get(moment)
+        if event is None:
+            continue
+        values = alignment.cut(event, start, stop)
+        if values is None:
+            return Lack("gap", f"{moment} holds other elements than master_weight")
+        moments[moment] = values
+        dtypes.append(event.dtype)
+    if isinstance(rule.settings, Adam) and rule.settings.step > 1 and len(moments) < 2:
+        return Lack("gap", "the moments have no record, and no gap says why")
+    return Step(
+        weight, grad, moments, rule.settings, rule.kernel, coarsest(*dtypes),
+        before=_before(scene, unit, start, stop), unclipped=_unclipped(scene, unit, start, stop),
+    )  # fmt: skip
+
+
+def _before(scene: Scene, unit: _Unit, start: int, stop: int) -> Float64 | None:
+    """Return what the optimizer was given in the step before."""
+    previous = scene.alignment.previous_step(scene.step)
+    if previous is None:
+        return None
+    events = scene.alignment.events(previous, None, "clipped_grad", unit.rank, unit.before.param)
+    return scene.alignment.cut(events[-1], start, stop) if events else None
+
+
+def _unclipped(scene: Scene, unit: _Unit, start: int, stop: int) -> Float64 | None:
+    events = scene.alignment.events(scene.step, None, "master_grad", unit.rank, unit.before.param)
+    return scene.alignment.cut(events[-1], start, stop) if events else None
+
+
+def _others(scene: Scene, unit: _Unit, numel: int) -> Iterator[tuple[str, Float64]]:
+    """Yield what other parameters of the rank hold after the step, where they are as long."""
+    for parameter in scene.alignment.captured():
+        if parameter.index == unit.before.param:
+            continue
+        units = _units(scene, unit.rank, parameter.index)
+        for other in [] if isinstance(units, Lack) else units:
+            for span in other.before.spans:
+                if span.numel != numel:
+                    continue
+                stop = span.param_offset + numel
+                given = scene.alignment.events(
+                    scene.step, None, "clipped_grad", unit.rank, parameter.index
+                )
+                rule = _rule(scene, scene.step, other)
+                if isinstance(rule, Lack) or not given:
+                    continue
+                step = _step(scene, other, rule, given[-1], span.param_offset, stop)
+                if not isinstance(step, Lack):
+                    yield parameter.name, step.take().weight.value
+
+
+def _facts(scene: Scene, step: int, unit: _Unit) -> Record | None:
+    """Return the record that says how a unit is stepped."""
+    for record in scene.alignment.records(step, "optimizer_state", unit.rank):
+        if record.unit == unit.unit and "class" in record.facts:
+            return record
+    return None
+
+
+def _state(scene: Scene, step: int, unit: _Unit) -> dict[str, Event] | Lack:
+    """Return the moments that a unit begins a step with; without those that do not exist yet."""
+    alignment, rank = scene.alignment, unit.rank
+    there = Scene(alignment, step, scene.ledger)
+    lack = there.lack("optimizer_state", None, rank)
+    if lack is not None:
+        return lack
+    events = alignment.events(step, None, "optimizer_state", rank, unit.before.param)
+    return {
+        str(event.record.facts.get("moment")): event
+        for event in events
+        if event.record.facts.get("of") == unit.unit and event.record.key is not None
+    }
+
+
+def _next_state(scene: Scene, unit: _Unit) -> dict[str, Event] | Lack:
+    after = scene.step + 1
+    if after not in scene.alignment.steps:
+        return Lack("skip", "the moments after the step: the trace does not hold the next one")
+    if scene.alignment.step_end(after, unit.rank).facts.get("checkpoint_loaded"):
+        return Lack("skip", "a checkpoint was loaded between two steps")
+    return _state(scene, after, unit)
+
+
+def _rule(scene: Scene, step: int, unit: _Unit) -> Rule | Lack:
+    """Return how a parameter is stepped, or why that is not known."""
+    lack = scene.lack("optimizer_state", None, unit.rank)
+    if lack is not None:
+        return lack
+    record = _facts(scene, step, unit)
+    if record is None:
+        return Lack("gap", "optimizer_state has no record, and no gap says why")
+    return rule_of(record.facts, unit.before.param)

@@ -23,6 +23,7 @@ from gradtrace.capture.adapters.declare import (
     fill_padding,
     shards_of,
 )
+from gradtrace.capture.adapters.optimizer_state import flat_shards
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -199,4 +200,5 @@ BF16 = Adapter(
     dp_group=lambda m: m.optimizer.dp_process_group,
     effective=_effective,
     masters=lambda m: shards_of(m, "group", m.optimizer.fp32_groups_flat_partition),
+    stepped=lambda m: flat_shards(m, "group", m.optimizer.fp32_groups_flat_partition),
 )

@@ -145,6 +145,23 @@ def shards_of(
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """Say which tensors an optimizer steps, and where parameters lie in them.
+
+    Attributes:
+        unit: as of ``master_weight``.
+        group: number of the optimizer's parameter group that they are stepped by.
+        optimizer: torch's or DeepSpeed's own, whose ``state`` knows the tensors.
+        parts: the very tensors that its groups hold, with the pieces in each.
+    """
+
+    unit: str
+    group: int
+    optimizer: Any
+    parts: tuple[tuple[torch.Tensor, tuple[Piece, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """Declare one family of ZeRO optimizers.
 
@@ -168,6 +185,8 @@ class Adapter:
             process's memory now.
         masters: the fp32 weights that the optimizer updates, one sighting for each shard, or ``None``
             likewise. An adapter without it has no ``master_weight``.
+        stepped: the tensors that the wrapped optimizer steps. An adapter without it has no
+            ``optimizer_state``.
     """
 
     name: str
@@ -185,6 +204,7 @@ class Adapter:
     any_subclass: bool = False
     weights: Callable[[Model], Sequence[Sighting] | None] = whole_weights
     masters: Callable[[Model], Sequence[Sighting] | None] | None = None
+    stepped: Callable[[Model], Sequence[Stepped]] | None = None
 
 
 def wires(model: Model) -> tuple[torch.dtype, ...]:

@@ -20,8 +20,10 @@ from gradtrace.capture.adapters.declare import (
     Probe,
     Refusal,
     Sight,
+    Stepped,
     shards_of,
 )
+from gradtrace.capture.adapters.optimizer_state import flat_shards
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 
 
@@ -54,13 +56,15 @@ def _each(model: Model, call: Call) -> Iterable[Sighting]:
             yield Sighting(f"group{number}", parts, facts)
 
 
-def _each_master(model: Model) -> list[Sighting]:
+def _each_stepped(model: Model) -> list[Stepped]:
     optimizer = model.optimizer
     return [
-        Sighting(
+        Stepped(
             f"group{number}",
+            number,
+            optimizer.optimizer,
             tuple(
-                (master.data, whole(model.of(param), master))
+                (master, whole(model.of(param), master))
                 for master, param in zip(masters, params, strict=True)
             ),
         )
@@ -68,6 +72,13 @@ def _each_master(model: Model) -> list[Sighting]:
             zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         )
         if masters
+    ]
+
+
+def _each_master(model: Model) -> list[Sighting]:
+    return [
+        Sighting(one.unit, tuple((master.data, pieces) for master, pieces in one.parts))
+        for one in _each_stepped(model)
     ]
 
 
@@ -112,6 +123,7 @@ FP16 = Adapter(
     dp_group=lambda m: m.engine.data_parallel_group,
     effective=_effective,
     masters=lambda m: shards_of(m, "group", m.optimizer.fp32_groups_flat),
+    stepped=lambda m: flat_shards(m, "group", m.optimizer.fp32_groups_flat),
 )
 
 FP16_UNFUSED = Adapter(
@@ -138,4 +150,5 @@ FP16_UNFUSED = Adapter(
     dp_group=lambda m: m.engine.data_parallel_group,
     effective=_effective,
     masters=_each_master,
+    stepped=_each_stepped,
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradtrace.capture.adapters import replicated
-from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal
+from gradtrace.capture.adapters.declare import Adapter, Call, Model, Probe, Refusal, Stepped
 from gradtrace.capture.snapshot import Piece, Sighting, dtype_name, whole
 
 
@@ -28,11 +28,17 @@ def _groups(model: Model) -> list[list[torch.nn.Parameter]]:
 
 def _units(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
     """Yield each group's parameters, those of one dtype at a time."""
+    for unit, _, params in _numbered(model):
+        yield unit, params
+
+
+def _numbered(model: Model) -> Iterator[tuple[str, int, list[torch.nn.Parameter]]]:
     for number, params in enumerate(_groups(model)):
         dtypes = list(dict.fromkeys(param.dtype for param in params))
         for dtype in dtypes:
             suffix = f".{dtype_name(dtype)}" if len(dtypes) > 1 else ""
-            yield f"group{number}{suffix}", [param for param in params if param.dtype == dtype]
+            alike = [param for param in params if param.dtype == dtype]
+            yield f"group{number}{suffix}", number, alike
 
 
 def _shards(model: Model) -> Mapping[str, tuple[Piece, ...]]:
@@ -70,6 +76,18 @@ def _masters(model: Model) -> list[Sighting]:
     return [
         Sighting(unit, tuple((param.data, whole(model.of(param), param)) for param in params))
         for unit, params in _units(model)
+    ]
+
+
+def _stepped(model: Model) -> list[Stepped]:
+    return [
+        Stepped(
+            unit,
+            number,
+            model.optimizer,
+            tuple((param, whole(model.of(param), param)) for param in params),
+        )
+        for unit, number, params in _numbered(model)
     ]
 
 
@@ -122,4 +140,5 @@ PLAIN = Adapter(
     dp_group=lambda m: m.engine.data_parallel_group,
     effective=_effective,
     masters=_masters,
+    stepped=_stepped,
 )

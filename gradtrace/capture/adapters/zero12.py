@@ -25,6 +25,7 @@ from gradtrace.capture.adapters.declare import (
     coarsest_wire,
     shards_of,
 )
+from gradtrace.capture.adapters.optimizer_state import flat_shards
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -400,4 +401,5 @@ ZERO12 = Adapter(
     dp_group=lambda m: m.optimizer.dp_process_group,
     effective=_effective,
     masters=lambda m: shards_of(m, "group", m.optimizer.single_partition_of_fp32_groups),
+    stepped=lambda m: flat_shards(m, "group", m.optimizer.single_partition_of_fp32_groups),
 )

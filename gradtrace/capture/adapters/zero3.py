@@ -11,6 +11,7 @@ Source: deepspeed 0.19.8, runtime/zero/stage3.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,11 +23,13 @@ from gradtrace.capture.adapters.declare import (
     Model,
     Probe,
     Refusal,
+    Stepped,
     coarsest_wire,
     fill_padding,
     settled,
     shards_of,
 )
+from gradtrace.capture.adapters.optimizer_state import flat_shards
 from gradtrace.capture.snapshot import Piece, Sighting, whole
 from gradtrace.trace.spans import PADDING
 
@@ -162,6 +165,25 @@ def _weights(model: Model) -> list[Sighting] | None:
             return None
         found.append(Sighting(name, ((part.data, (Piece(index, start, 0, numel),)),)))
     return found
+
+
+def _stepped(model: Model) -> list[Stepped]:
+    """Return the sub-groups; with partial offload, a second optimizer steps those on the device.
+
+    Source: 0.19.8 stage3.py:1235, _optimizer_step.
+    """
+    optimizer = model.optimizer
+    devices = getattr(optimizer, "subgroup_to_device", {})
+    backup = getattr(optimizer, "backup_optimizer", None)
+    found = flat_shards(
+        model, "sub_group", optimizer.fp32_partitioned_groups_flat, optimizer.sub_group_to_group_id
+    )
+    return [
+        dataclasses.replace(one, optimizer=backup)
+        if backup is not None and devices.get(number, "cpu") != "cpu"
+        else one
+        for number, one in enumerate(found)
+    ]
 
 
 def _effective(model: Model) -> Mapping[str, Any]:
@@ -335,4 +357,5 @@ ZERO3 = Adapter(
     effective=_effective,
     weights=_weights,
     masters=lambda m: shards_of(m, "sub_group", m.optimizer.fp32_partitioned_groups_flat),
+    stepped=_stepped,
 )

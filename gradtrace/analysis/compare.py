@@ -24,7 +24,6 @@ from gradtrace.analysis.gate import Pair
 from gradtrace.analysis.growth import Distance, divisors
 from gradtrace.analysis.judging import Sample, sample
 from gradtrace.analysis.origins import Origins
-from gradtrace.analysis.regroup import MOST_TERMS, Regroup
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import Locals, Reduction, Side, gather, reductions
 from gradtrace.trace.dtypes import Dtype, Float64
@@ -67,7 +66,6 @@ class Tally:
         masters: how far apart the averaged gradients are, divided by the seeds.
         widest: the largest relative L2 difference that rounding explains, and a phrase that says where.
         sums: (point, micro_step) of an accumulation -> squared norms of difference and baseline.
-        regroup: which weights of one run's micro-steps give the other's gradient, where it is asked.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -77,7 +75,6 @@ class Tally:
     masters: Distance = field(default_factory=Distance)
     widest: tuple[float, str] = (0.0, "")
     sums: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    regroup: Regroup | None = None
 
 
 @dataclass(frozen=True)
@@ -318,7 +315,6 @@ def _compare_master(step: Step, pair: Pair, mine: Locals, theirs: Locals) -> Non
         # Every hop is explained; whether the local gradients themselves agree is another question.
         step.tally.counts["rounding"] -= 1
         _sample_means(step, pair, (one, two), (expected[0], expected[1]), seeds)
-        _regroup(step, (mine, theirs), (expected[0], expected[1]), seeds)
     scales = (1.0, 1.0) if step.mode == "boundary" else divisors(step.sides, step.step)
     step.tally.masters.add(one / scales[0], two / scales[1])
 
@@ -345,29 +341,6 @@ def _sample_means(
         return
     values = float(recorded[0][at]), float(recorded[1][at])
     step.tally.samples.append(replace(found, baseline=values[0], candidate=values[1]))
-
-
-def _regroup(
-    step: Step,
-    locals_: tuple[Locals, Locals],
-    expected: tuple[Estimate, Estimate],
-    seeds: Sequence[float | None],
-) -> None:
-    """Keep what tells whether other weights of the finer run's micro-steps give the other's mean."""
-    labels = [
-        tuple((r, m) for r in side.align.ranks for m in side.align.micro_steps(step.step))
-        for side in step.sides
-    ]
-    at = 0 if len(labels[0]) > len(labels[1]) else 1
-    finer, seed = locals_[at], seeds[at]
-    if len(labels[at]) > MOST_TERMS or seed is None:
-        return
-    if step.tally.regroup is None:
-        step.tally.regroup = Regroup("candidate" if at else "baseline", labels[at])
-    divisor = seed * (len(step.sides[at].align.ranks) if step.sides[at].averages else 1)
-    nothing = np.zeros(finer.numel)
-    terms = np.stack([finer.values.get(label, nothing) / divisor for label in labels[at]])
-    step.tally.regroup.add(expected[1 - at].value, terms)
 
 
 def scaled(estimate: Estimate, seed: float) -> Estimate:

@@ -25,6 +25,7 @@ from gradtrace.analysis.sides import Locals, Side
 from gradtrace.trace.dtypes import Float64
 
 MOST_TERMS: Final = 64  # ranks x micro-steps that are fitted
+_ABSENT: Final = 1e-3  # a weight below this is none
 _ELEMENTS: Final = 16  # for each term, so that no fit comes about by chance
 Term = tuple[int, int]  # rank, micro_step
 
@@ -43,6 +44,11 @@ class LossWeights:
     other: str
     weights: Mapping[Term, float]
 
+    @property
+    def absent(self) -> tuple[Term, ...]:
+        """Return the pieces that the other run's gradient holds nothing of."""
+        return tuple(term for term, weight in self.weights.items() if abs(weight) < _ABSENT)
+
     def told(self) -> str:
         """Return the weights in words."""
         ranks = sorted({rank for rank, _ in self.weights})
@@ -51,6 +57,13 @@ class LossWeights:
             row = [f"{value:.4g}" for (at, _), value in sorted(self.weights.items()) if at == rank]
             rows.append(f"rank {rank}: {', '.join(row[:8])}" + (", ..." if row[8:] else ""))
         more = "; ..." if ranks[2:] else ""
+        if self.absent:
+            names = ", ".join(f"{at} of rank {rank}" for rank, at in self.absent[:8])
+            names += ", ..." if self.absent[8:] else ""
+            return (
+                f"Without micro-step {names}, the {self.of}'s local gradients give the {self.other}'s: "
+                f"the {self.other} was not given these batches."
+            )
         return (
             f"In the {self.other}'s gradient the {self.of}'s micro-steps weigh ({'; '.join(rows)}"
             f"{more}), where 1 is their weight in its own."
@@ -71,7 +84,8 @@ def loss_weights(step: Step, pairs: Sequence[Pair]) -> LossWeights | None:
     """Fit the averaged gradient of the run of fewer pieces on the pieces of the other.
 
     Returns:
-        ``None`` where the fit leaves more than rounding, explains too little, or is not determined.
+        ``None`` where the fit leaves more than rounding, explains too little, is not determined, or
+        turns a gradient round, which no normalisation does.
     """
     counts = [len(_terms(side, step.step)) for side in step.sides]
     fine = 0 if counts[0] > counts[1] else 1
@@ -127,6 +141,8 @@ def _solve(found: Sequence[_Moments], rounding: float) -> list[float] | None:
         return None
     weights: Float64 = np.ones(len(gram))
     weights[live] = np.linalg.solve(scaled, both[live] / diagonal[live]) / diagonal[live]
+    if (weights < -_ABSENT).any():
+        return None
     left = [
         max(e.target - 2 * float(weights @ e.both) + float(weights @ e.terms @ weights), 0.0)
         for e in used

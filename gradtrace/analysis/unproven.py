@@ -12,7 +12,7 @@ from typing import Final
 
 from gradtrace.analysis.compare import Outcome, Step, at_micro_step
 from gradtrace.analysis.gate import Pair
-from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio, thresholds
+from gradtrace.analysis.judging import Sample, fitted, judge_samples, ratio
 from gradtrace.analysis.normalisation import LossWeights, loss_weights
 from gradtrace.analysis.results import Divergence
 from gradtrace.analysis.sides import number
@@ -129,15 +129,13 @@ def _why(
         else:
             why = f"loss normalisation, not a fault of ZeRO.{_same_factor(step, losses, factor)}"
         return "scaled", f"{point} differs by one factor for all parameters: {why}"
+    if weights is not None and weights.absent:
+        return "inputs_differ", f"{size}. {weights.told()}"
     if weights is not None:
         return "scaled", (
             f"{point} differs, and one weight for each micro-step explains it for all parameters: loss "
             f"normalisation, not a fault of ZeRO. {weights.told()}"
         )
-    regroup = step.tally.regroup if step.mode == "boundary" else None
-    weighed = None if regroup is None else regroup.story(thresholds(step.dtype).rounding)
-    if weighed is not None:
-        return weighed[0], f"{size}. {weighed[1]}"
     if apart_too:
         cause, why = _suspected(step, micro_step, rank)
         return cause, f"{size}. {why}"

@@ -3,8 +3,7 @@
 from tests.replay.case import NEWEST, Case, Compared, Run
 from tests.replay.problem import Size
 
-WHY = "a loss that is normalised otherwise, not a fault of ZeRO"
-WEIGHED = "in micro-step 0 of rank 0"
+WHY = "loss normalisation, not a fault of ZeRO"
 
 CASE = Case(
     "https://github.com/huggingface/transformers/pull/34191",
@@ -31,7 +30,7 @@ CASE = Case(
             point="master_grad",
             step=0,
             cause="scaled",
-            says=WEIGHED,
+            says=WHY,
         ),
         Compared(("8x1", NEWEST), ("2x4-right", NEWEST), "rounding"),
     ),

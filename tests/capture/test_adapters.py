@@ -109,7 +109,6 @@ def test_an_optional_probe_may_be_absent_but_not_changed() -> None:
 
 
 def test_a_step_that_a_scheduler_replaced_is_bound_as_it_is_called() -> None:
-    import torch
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     before = select.signature_of(optimizer.step)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gradtrace.integrations.launch import run_script
+from gradtrace.integrations.launch import prepare
 from gradtrace.testing.ranks import import_once, run_ranks
 from tests.real.releases.observe import wait_for_every_gather
 
@@ -42,14 +42,10 @@ class Job:
 
 def train(rank: int, job: Job) -> list[float]:
     """Train on one rank; return the losses that the script printed."""
-    printed, said = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-            run_script(
-                SCRIPT, job.args, job.trace, {"on_error": "raise"}, perturb_sample=job.sample
-            )
-    except SystemExit as leaving:
-        raise RuntimeError(f"{job} left with {leaving.code}:\n{said.getvalue()}") from None
+    printed = io.StringIO()
+    options = {"on_error": "raise"}
+    with contextlib.redirect_stdout(printed):
+        prepare(str(SCRIPT), job.args, job.trace, options, perturb_sample=job.sample)()
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", printed.getvalue(), re.M)]
 
 

@@ -113,7 +113,9 @@ def _nearest(
 
 def _upstream(finding: Finding, first: Divergence) -> bool:
     """Say whether a broken law lies at or before the divergence in causal order."""
-    return _place(finding.step, finding.micro_step, finding.point) <= _place(
+    # A norm that was reported wrong is found at its gradients, and can harm what is clipped by it.
+    point = "clipped_grad" if finding.law == "unscale_clip" else finding.point
+    return _place(finding.step, finding.micro_step, point) <= _place(
         first.step, first.micro_step, first.point
     )
 

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradtrace
+from gradtrace.analysis.blame import blame
 from gradtrace.analysis.diff import diff
 from gradtrace.analysis.gate import _ASKED_BY
-from gradtrace.analysis.results import DiffResult
+from gradtrace.analysis.results import AuditResult, DiffResult, Finding
 from gradtrace.testing.synthetic import Fault, Omission, Run, write_run
 from gradtrace.trace.reader import open_trace
 
@@ -342,6 +343,42 @@ def test_both_may_be_to_blame(compare: Compare) -> None:
     two = replace(BASE, stage=3, faults=(Fault("sign_flipped", "accumulate", micro_step=1),))
     result = compare(one, two)
     assert result.blame is not None and result.blame.side == "both"
+
+
+def test_a_norm_that_is_reported_wrong_is_not_blamed_for_gradients_that_part(
+    compare: Compare,
+) -> None:
+    fault = Fault("not_reduced", "reduce")
+    result = compare(
+        BASE,
+        replace(
+            BASE,
+            stage=1,
+            points=("local_grad", "bucket", "reduced", "master_grad"),
+            faults=(fault,),
+        ),
+    )
+    assert result.first is not None and result.blame is not None
+    norm = Finding(
+        *("unscale_clip", "not_unscaled", 0, None, None, None, "master_grad"),
+        *(None, 1.0, 2.0, None, None, None, "the loss scale was not divided out"),
+    )
+    master = replace(result.first, step=0, micro_step=None, point="master_grad")
+    reports_wrong = AuditResult("fail", norm, (norm,), {}, ())
+    assert result.candidate_audit is not None
+    blamed = blame(master, reports_wrong, result.candidate_audit, cause="unknown", detail="")
+    assert (blamed.side, blamed.law, blamed.cause) == ("candidate", "reduce", "not_reduced")
+    clipped = replace(master, point="clipped_grad")
+    assert (
+        blame(
+            clipped,
+            reports_wrong,
+            AuditResult("pass", None, (), {}, ()),
+            cause="unknown",
+            detail="",
+        ).side
+        == "baseline"
+    )
 
 
 def test_runs_that_are_wrong_alike_agree_and_a_note_says_so(compare: Compare) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cases.zero_stages_2021.__main__ import BEGIN, END, PAGE, compare, judge, train
-from cases.zero_stages_2021.plan import SWAPPED, pairs, runs
+from cases.zero_stages_2021.plan import REPORTED, SWAPPED, pairs, runs
 from tests.real.releases import install
 
 INSTALLED = os.environ.get("GRADTRACE_CASES")
@@ -45,7 +45,7 @@ def audits(release: str) -> dict[str, str]:
     return {
         run.strip("`"): verdict
         for verdict, cells in tables()[release].items()
-        if cells[0].startswith("`")
+        if cells and cells[0].startswith("`")
         for run in cells[0].split(", ")
     }
 
@@ -58,21 +58,28 @@ def test_the_page_lists_every_pair_and_every_run() -> None:
 
 def test_its_story_follows_from_its_tables() -> None:
     for release in SWAPPED:
-        table = verdicts(release)
         for pair in pairs(release):
-            diff, envelope = table[pair.title]
-            first = abs(float(tables()[release][pair.title][0].split()[0]))
-            parted_by_stage_0 = pair.baseline.stage == 0 and pair.baseline.step_before_training
-            if pair.candidate.dtype == "fp16" and parted_by_stage_0:
+            losses, _, diff, envelope, _ = tables()[release][pair.title]
+            first = abs(float(losses.split()[0]))
+            begins_late = {"fp16": True, "fp32": False, "bf16": release == "0.19.8"}
+            strays = pair.baseline.stage == 0 and begins_late[pair.baseline.dtype]
+            unreduced = (
+                release == "0.14.4"
+                and pair.candidate.stage in (1, 2)
+                and not pair.candidate.contiguous_gradients
+            )
+            if unreduced:
+                assert diff.endswith("candidate breaks reduce: not_reduced")
+            elif strays and pair.baseline.step_before_training:
                 assert envelope != "inside"
                 assert first > 1000 * REPORTERS_TOLERANCE
-            elif release == "0.19.8" or pair.candidate.contiguous_gradients:
-                assert (diff, envelope) == ("rounding", "inside") or "stage 0" in diff
-    # what is swapped out last makes the pair agree
-    for release in SWAPPED:
-        assert [verdicts(release)[pair.title][1] for pair in SWAPPED[release][-3:]] == [
-            "inside"
-        ] * 3
+            else:
+                assert diff.startswith("rounding")
+                assert envelope == "inside"
+            if pair.baseline.dtype == "fp32" and not unreduced:
+                assert all(abs(float(loss)) < REPORTERS_TOLERANCE for loss in losses.split())
+    scaled = [p for p in pairs("0.19.8") if p.baseline == REPORTED]
+    assert all(verdicts("0.19.8")[p.title][0].endswith("seed: scaled") for p in scaled)
 
 
 @pytest.mark.skipif(INSTALLED is None, reason="GRADTRACE_CASES names no directory for releases")
@@ -96,7 +103,9 @@ def test_two_ranks_tell_the_same_story(tmp_path: Path) -> None:
     losses = train(NEWEST, tmp_path, list(needed), tmp_path, ranks=2)
     for pair in chosen:
         outcome = compare(pair, losses, tmp_path, samples=2)
-        assert (outcome.verdict, outcome.envelope) == verdicts(NEWEST)[pair.title]
+        # There is one order only in which to add two ranks: what rounds at eight may be equal here.
+        verdict = "rounding" if outcome.verdict == "agree" else outcome.verdict
+        assert (verdict, outcome.envelope) == verdicts(NEWEST)[pair.title]
         parted = max(map(abs, outcome.losses))
         assert outcome.losses[0] == 0
         assert parted > 1e-3 if outcome.envelope != "inside" else parted <= 4 * max(outcome.noise)

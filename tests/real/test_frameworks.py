@@ -46,7 +46,8 @@ SFT = (
         train_dataset=Dataset.from_list([{"text": text} for text in texts]))
     trainer.train()
     for entry in trainer.state.log_history:
-        print("log", {k: repr(entry[k]) for k in ("loss", "grad_norm", "learning_rate") if k in entry})
+        told = [repr(entry.get(name)) for name in ("loss", "grad_norm", "learning_rate")]
+        print("\\nlog " + ", ".join(told), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """
@@ -65,14 +66,14 @@ ACCELERATE = (
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     if len(sys.argv) > 1:
         gradtrace.wrap(model, sys.argv[1])
-    draw = torch.Generator().manual_seed(accelerator.process_index)
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _ in range(6):
         with accelerator.accumulate(model):
             loss = model(torch.randn(2, 7, generator=draw)).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        print("log", repr(loss.item()))
+        print(f"\\nlog {loss.item()!r}", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """
@@ -97,7 +98,7 @@ LIGHTNING = (
                 gradtrace.wrap(self.trainer.strategy.model, sys.argv[1])
         def training_step(self, batch, number):
             loss = self.net(batch[0]).square().mean()
-            print("log", repr(loss.item()))
+            print(f"\\nlog {loss.item()!r}", flush=True)
             return loss
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)

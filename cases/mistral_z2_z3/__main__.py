@@ -159,8 +159,12 @@ def replay(
     ranks: int = 2,
     steps: int = 20,
     packages: Path | None = None,
+    samples: Sequence[int] = SAMPLES,
 ) -> Outcome:
     """Fine-tune at stages 2 and 3 and compare; against the noise of ZeRO-2 where they only round apart.
+
+    Args:
+        samples: numbers of the perturbed runs that the noise is measured by.
 
     Raises:
         subprocess.CalledProcessError: a training failed.
@@ -173,9 +177,9 @@ def replay(
         finetune(pair, 3, model, three, **how, packages=packages),
     )
     result = gradtrace.diff(two, three)
-    if result.verdict == "rounding":
-        noise = [traces / f"noise{number}" for number in SAMPLES]
-        for number, trace in zip(SAMPLES, noise, strict=True):
+    if result.verdict == "rounding" and samples:
+        noise = [traces / f"noise{number}" for number in samples]
+        for number, trace in zip(samples, noise, strict=True):
             finetune(pair, 2, model, trace, **how, packages=packages, perturb=number)
         result = gradtrace.diff(two, three, envelope=noise)
     return Outcome(losses, result)

@@ -40,13 +40,17 @@ def test_the_page_lists_every_pair_and_its_story_follows_from_the_table() -> Non
 
 
 @pytest.mark.deepspeed
-def test_today_both_stages_are_bitwise_the_same(tmp_path: Path) -> None:
+def test_today_both_stages_have_the_same_gradients(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    outcome = replay(TODAY, checkpoint(tmp_path, steps=2), tmp_path / "traces", steps=3)
+    model = checkpoint(tmp_path, steps=2)
+    outcome = replay(TODAY, model, tmp_path / "traces", steps=3, samples=())
     assert outcome.losses[0] == outcome.losses[1]
     assert len(outcome.losses[0]) == 3
-    assert (outcome.audits, outcome.verdict) == ("pass, pass", rows()[TODAY.title][-1])
+    # A model that learnt so little has gradients long enough to be clipped, by norms that round apart.
+    assert (outcome.audits, outcome.verdict in {"agree", "rounding"}) == ("pass, pass", True)
+    for entry in outcome.diff.growth:
+        assert (entry.local_grad, entry.gradient, entry.weights) == (0.0, 0.0, "equal")
     for stage in ("zero2", "zero3"):
         trace = open_trace(tmp_path / "traces" / stage)
         assert trace.steps == (0, 1, 2)

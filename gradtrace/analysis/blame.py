@@ -113,7 +113,7 @@ def _nearest(
 
 def _upstream(finding: Finding, first: Divergence) -> bool:
     """Say whether a broken law lies at or before the divergence in causal order."""
-    # A wrong norm is found at the gradients that it is of, and can harm only what is clipped by it.
+    # A norm that was reported wrong is found at its gradients, and can harm what is clipped by it.
     point = "clipped_grad" if finding.law == "unscale_clip" else finding.point
     return _place(finding.step, finding.micro_step, point) <= _place(
         first.step, first.micro_step, first.point

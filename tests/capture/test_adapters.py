@@ -104,3 +104,13 @@ def test_an_optional_probe_may_be_absent_but_not_changed() -> None:
     assert select.resolve_probes(model, (_probe("finalize", required=False),)) == ()
     with pytest.raises(errors.ProbeError, match="argument tensor"):
         select.resolve_probes(model, (_probe("backward", required=False, arguments=("tensor",)),))
+
+
+def test_a_step_that_a_scheduler_replaced_is_bound_as_it_is_called() -> None:
+    import torch
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    before = select.signature_of(optimizer.step)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert select.signature_of(optimizer.step) == before
+    assert dict(select.signature_of(optimizer.step).bind().arguments) == {}

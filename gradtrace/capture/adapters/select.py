@@ -283,10 +283,12 @@ def divides_by_steps(engine: Any, asked: bool | None) -> bool | None:
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a bound method's signature, looking through DeepSpeed's profiling decorator.
+    """Return the signature that calls of an object's method follow, looking through decorators.
 
     ``instrument_w_nvtx`` (deepspeed/utils/nvtx.py, 0.12 to 0.19) replaces a method by
     ``wrapped_fn(*args, **kwargs)`` without ``functools.wraps``; the method is in its closure.
+    A scheduler of torch's (2.13, optim/lr_scheduler.py:162) puts a function of its own into the optimizer
+    that calls itself after the unbound ``step``: nobody gives it that one's ``self``.
     """
     function = getattr(method, "__func__", method)
     cells = getattr(function, "__closure__", None) or ()
@@ -294,7 +296,11 @@ def signature_of(method: Callable[..., Any]) -> inspect.Signature:
         inner = [c.cell_contents for c in cells if inspect.isfunction(c.cell_contents)]
         if len(inner) == 1:
             return inspect.signature(inner[0].__get__(object()))
-    return inspect.signature(method)
+    signature = inspect.signature(method)
+    names = list(signature.parameters)
+    if inspect.isfunction(method) and names[:1] == ["self"]:
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    return signature
 
 
 def missing(what: str, purpose: str) -> NoReturn:

@@ -228,6 +228,19 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
     assert sorted(open_trace(tmp_path / "trace").ranks) == [0, 1]
 
 
+def test_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs pip install '.[frameworks]'")
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed"]
+    command += ["--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+    command += ["--dynamo_backend=no", f"--main_process_port={_port()}", "-m", "gradtrace", "run"]
+    command += ["-o", str(tmp_path / "trace"), str(script), "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(open_trace(tmp_path / "trace").ranks) == [0, 1]
+
+
 def test_a_script_that_is_not_there_is_a_named_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gradtrace", "run", "-o", str(tmp_path / "t"), "nowhere.py"],

@@ -245,6 +245,17 @@ def test_options_come_from_the_section_and_the_directory_from_the_environment(
     assert not [note for note in notes if "ds_config" in note]
 
 
+def test_the_callback_and_the_section_give_the_same_trace(tmp_path: Path) -> None:
+    run_ranks(2, _train, tmp_path / "one", tmp_path / "callback", {})
+    place = {"GRADTRACE_OUT": str(tmp_path / "section")}
+    run_ranks(2, _section, tmp_path / "two", place, {"on_error": "raise"})
+    traces = [open_trace(tmp_path / name) for name in ("callback", "section")]
+    assert traces[0].manifest.plan == traces[1].manifest.plan
+    for rank in (0, 1):
+        assert traces[0].ranks[rank].records == traces[1].ranks[rank].records
+    assert gradtrace.diff(*traces).verdict == "agree"
+
+
 def test_a_bad_section_is_refused_by_name(tmp_path: Path) -> None:
     variables = {"GRADTRACE_OUT": str(tmp_path / "a")}
     with pytest.raises(BadOptionError, match="section 'gradtrace' of the ds_config"):

@@ -26,6 +26,7 @@ from gradtrace.analysis.audit import audit
 from gradtrace.analysis.bounds import Estimate
 from gradtrace.analysis.fit import fit
 from gradtrace.analysis.laws import end_to_end, optimizers, publish, reduce, unscale_clip
+from gradtrace.analysis.laws.common import Norm
 from gradtrace.testing.arithmetic import ORDERS, Arithmetic, mean
 from gradtrace.testing.synthetic import Fault, Run, write_run
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
@@ -171,7 +172,7 @@ def _cast(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
 
 def _clip(seed: int, numel: int, world: int, dtype: Dtype) -> Case:
     (row,) = _gradients(np.random.default_rng(seed), 1, numel, dtype)
-    factor = unscale_clip.factor_of(1.0, 1.0, 3.7)
+    factor = unscale_clip.factor_of(1.0, 1.0, Norm(3.7, 0.0, 0.0))
     right = Arithmetic().times(row, factor.value, dtype)
     return Case(unscale_clip.estimate_of(row, factor, dtype), right, {}, (), dtype, dtype)
 

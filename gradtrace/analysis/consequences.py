@@ -18,6 +18,7 @@ from gradtrace.analysis.results import Finding
 
 _AFTER: Final = frozenset({"update", "publish"})  # what comes after a step's gradient
 _NO_HOP: Final = frozenset({"unscale_clip", "end_to_end", "seed", "replicate"}) | _AFTER
+_GIVEN: Final = ("master_grad", "clipped_grad")
 _LAST: Final = 2**62  # sorts behind every micro-step
 
 
@@ -33,9 +34,10 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
     rank differs from the others'; and an optimizer that did something else with the weights than its
     rule also leaves other moments.
 
-    From step to step, where every rank updates its own copy of the weights (stage 0): a gradient
-    that broke on one rank parts the ranks' weights, and a step that one of them left out also
-    parts their loss scales and learning rates. They stay apart.
+    From step to step, where every rank updates its own copy of the weights (stage 0): ranks that were
+    given different gradients, or updated differently, begin the next step with different weights; a
+    step that some of them left out also parts their loss scales and learning rates. Once apart they
+    stay so. What is not known to have parted them is a finding of its own.
 
     Args:
         scene: the step that was judged.
@@ -45,16 +47,17 @@ def drop_consequences(scene: Scene, seen: int) -> Counter[str]:
         How many broken checks of each law were taken out.
     """
     ledger = scene.ledger
-    before, now = _gather(scene, ledger.found[:seen]), _gather(scene, ledger.found[seen:])
+    now = _gather(scene, ledger.found[seen:])
     kept: list[Found] = []
     dropped: Counter[str] = Counter()
     for entry in ledger.found[seen:]:
-        if _follows_within(now, entry) or _follows_from_before(scene, before, entry):
+        if _follows_within(now, entry) or _follows_from_before(scene, entry):
             dropped[entry.finding.law] += 1
         elif entry.finding.law == "pack" and entry.param in now.late:
             kept.append(said_too(entry, now.late[entry.param]))
         else:
             kept.append(entry)
+    ledger.apart = _apart(ledger.apart, now, ledger.found[seen:])
     ledger.found[seen:] = kept
     return dropped
 
@@ -68,9 +71,11 @@ class _Known:
         judged: parameters of which the gradient broke, but for ``seed`` and ``replicate``.
         updated: parameters whose weights the optimizer's step left wrong.
         published: parameters whose weights at the start of the step are wrong.
-        all: parameters of any finding.
+        given: parameters of which the ranks' optimizers were given different gradients.
         mixed: (micro-step, parameter) where the ranks' buckets hold different parameters.
         claims: ranks that were wrong about the boundary.
+        parted_norm: whether the ranks' gradients differed before they were clipped, by norms that then
+            differ for all parameters.
         laws: laws that broke.
         late: parameters whose bucket lacks what was added after the collective, and the words for it.
         infinite: whether something became infinite or NaN, or a step was left out by some ranks.
@@ -80,7 +85,8 @@ class _Known:
     judged: frozenset[int | None]
     updated: frozenset[int | None]
     published: frozenset[int | None]
-    all: frozenset[int | None]
+    given: frozenset[int | None]
+    parted_norm: bool
     mixed: frozenset[tuple[int | None, int | None]]
     claims: tuple[Finding, ...]
     laws: frozenset[str]
@@ -104,7 +110,15 @@ def _gather(scene: Scene, found: Sequence[Found]) -> _Known:
             if (e.finding.law, e.finding.point) == ("update", "master_weight")
         ),
         published=frozenset(e.param for e in found if e.finding.law == "publish"),
-        all=frozenset(entry.param for entry in found),
+        given=frozenset(
+            e.param
+            for e in found
+            if e.finding.law == "replicate" and e.finding.point in _GIVEN and e.param is not None
+        ),
+        parted_norm=any(
+            (e.finding.law, e.finding.point) == ("replicate", "master_grad") and e.param is not None
+            for e in found
+        ),
         mixed=frozenset(mixed),
         claims=tuple(e.finding for e in found if e.finding.cause == "boundary_mismatch"),
         laws=frozenset(entry.finding.law for entry in found),
@@ -124,6 +138,8 @@ def _follows_within(now: _Known, entry: Found) -> bool:
         if replicate.is_overflow(finding):
             return now.infinite and now.laws != {"replicate"}
         if finding.cause == "weights_differ" and entry.param in now.published:
+            return True
+        if finding.point == "clipped_grad" and entry.param is not None and now.parted_norm:
             return True
         return entry.numel > 0 and entry.param in now.judged
     if finding.law == "update" and finding.point == "optimizer_state":
@@ -153,18 +169,28 @@ def _added_late(found: Sequence[Found]) -> dict[int | None, str]:
     }
 
 
-def _follows_from_before(scene: Scene, before: _Known, entry: Found) -> bool:
-    """Say whether the ranks are apart since an earlier step of a trace whose ranks share nothing."""
-    finding = entry.finding
+def _follows_from_before(scene: Scene, entry: Found) -> bool:
+    """Say whether the step before left the ranks apart, in a trace whose ranks share no weights."""
+    finding, apart = entry.finding, scene.ledger.apart
     if finding.law != "replicate" or not all(scene.replicated(rank) for rank in scene.ranks):
         return False
-    if before.infinite:
-        return finding.cause in ("weights_differ", "unknown")
-    if finding.cause != "weights_differ" or not before.laws:
-        return False
-    # A wrong gradient moves the norm of all, and with it the clip factor of all on its rank.
-    clipped = any(scene.fact(rank, "gradient_clipping") for rank in scene.ranks)
-    return clipped or bool({None, entry.param} & before.all)
+    if finding.cause == "weights_differ":
+        return bool({None, entry.param} & apart)
+    return entry.param is None and finding.point in ("loss", "clipped_grad") and None in apart
+
+
+def _apart(
+    before: frozenset[int | None], now: _Known, found: Sequence[Found]
+) -> frozenset[int | None]:
+    """Return the parameters of which the ranks hold different copies after a step.
+
+    What the model shows of them may be equal for a while, in 16 bits.
+    """
+    differ = [entry for entry in found if entry.finding.law == "replicate"]
+    left_out = any(replicate.is_overflow(entry.finding) for entry in differ)
+    params = {entry.param for entry in differ if entry.finding.cause == "weights_differ"}
+    everything = {None} if left_out else set()
+    return before | now.given | now.updated | params | everything
 
 
 def _after_boundary(finding: Finding, claims: Sequence[Finding]) -> bool:

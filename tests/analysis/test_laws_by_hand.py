@@ -316,6 +316,41 @@ def test_infinite_gradients_stay_infinite(tmp_path):
             assert (first.law, first.index) == ("reduce", 2)
 
 
+@pytest.mark.parametrize(
+    ("infinite", "flagged", "replicated", "rank"),
+    [
+        ((), (0, 1, 2), False, None),
+        ((), (0, 1), False, None),  # two of three: neither alone is guilty
+        ((2,), (0, 1, 2), False, "none"),
+        ((), (1,), True, 1),
+        ((), (0, 1), True, None),
+        ((0,), (0, 1), True, 1),  # rank 0 had a reason, and did not tell it to rank 2
+        ((0,), (0, 1, 2), True, "none"),  # rank 0 had a reason, and told it to all
+    ],
+)
+def test_a_step_that_is_left_out_has_a_reason(tmp_path, infinite, flagged, replicated, rank):
+    point = "reduced" if replicated else "accumulated"
+    settings = {"replicated": True} if replicated else {}
+    for at in range(3):
+        own = None if replicated else [(0, 2 * at, 2), (1, 2 * at, 2)]
+        points = (point, "master_grad", "loss")
+        hand = Hand(tmp_path, at, 3, points=points, own=own, effective=settings)
+        hand.add(0, "loss", facts=LOSS)
+        values = G.copy() if own is None else G[2 * at : 2 * at + 2].copy()
+        if at in infinite:
+            values[0] = np.inf
+        for param in range(2):
+            start = 0 if own is None else 2 * at
+            layout = pack_spans([(param, start, len(values))])
+            hand.add(0, point, values, param, layout=layout)
+        hand.close(overflow=at in flagged)
+    found = [f for f in audit(tmp_path).findings if f.law == "master"]
+    if rank == "none":
+        assert found == []
+    else:
+        assert [(f.cause, f.rank) for f in found] == [("non_finite", rank)]
+
+
 def test_numbers_of_backward_passes_differ(tmp_path):
     for rank in range(3):
         hand = Hand(tmp_path, rank, 3, points=("loss",), own=[(0, 2 * rank, 2), (1, 2 * rank, 2)])

@@ -62,5 +62,5 @@ def test_on_one_rank_what_is_never_added_is_lost(tmp_path: Path) -> None:
     train(setup, tmp_path / "trace", before=partial(_add_late, last=False))
     result = gradtrace.audit(tmp_path / "trace")
     assert result.first is not None
-    assert (result.first.law, result.first.cause) == ("master", "dropped_micro_steps")
-    assert "micro-step 1 (added after the collective) is missing" in result.first.detail
+    assert [(f.law, f.cause) for f in result.findings] == [("pack", "dropped_micro_steps")]
+    assert "holds micro-step 0 only; micro-step 1 is lost" in result.first.detail

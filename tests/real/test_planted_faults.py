@@ -82,15 +82,45 @@ def test_faults_of_two_hops_are_two_findings(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["sign_flipped", "scaled"])
 @pytest.mark.parametrize("clipping", [0.0, 0.01])
-def test_ranks_that_share_no_weights_part_once(clipping: float, tmp_path: Path) -> None:
-    """At stage 0 a wrong gradient on one rank parts the weights for good: that is no second fault."""
+@pytest.mark.parametrize("bf16", [False, True])
+def test_ranks_that_share_no_weights_part_once(
+    bf16: bool, clipping: float, kind: str, tmp_path: Path
+) -> None:
+    """At stage 0 a wrong gradient on one rank parts the weights for good: that is no second fault.
+
+    One of another length also moves the norm of that rank, and clips what was right there.
+    """
     found = _two(
-        Setup(0, model="wide", steps=3, config={"gradient_clipping": clipping}),
+        Setup(0, bf16=bf16, model="wide", steps=3, config={"gradient_clipping": clipping}),
         tmp_path,
-        Fault("sign_flipped", "reduce", step=0, micro_step=3, rank=1, param="2.weight"),
+        Fault(kind, "reduce", step=0, micro_step=3, rank=1, param="2.weight", amount=1.5),
     )
-    assert found == [("reduce", "sign_flipped", 0, 3, "2.weight", ())]
+    assert found == [("reduce", kind, 0, 3, "2.weight", ())]
+
+
+def test_a_fault_that_all_ranks_share_does_not_hide_weights_that_part_later(tmp_path: Path) -> None:
+    def before(engine: Any) -> None:
+        live.plant(engine, Fault("wrong_seed", "seed", step=0, micro_step=1, amount=1.5))
+        original, steps = engine.step, []
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            steps.append(1)
+            if len(steps) == 8 and torch.distributed.get_rank() == 1:  # after optimizer step 1
+                with torch.no_grad():
+                    engine.module[2].weight[0, 0] += 1
+
+        engine.step = step
+
+    points = "weight,loss,local_grad,local_accum,bucket,reduced,master_grad,clipped_grad"
+    train(Setup(0, model="wide", steps=4), tmp_path, before=before, points=points)
+    findings = gradtrace.audit(tmp_path).findings
+    assert {(f.law, f.cause, f.step, f.param) for f in findings} == {
+        ("seed", "scaled", 0, None),
+        ("replicate", "weights_differ", 2, "2.weight"),
+    }
 
 
 def test_weights_that_one_rank_alone_was_given_are_still_a_finding(tmp_path: Path) -> None:

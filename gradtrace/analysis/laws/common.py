@@ -79,7 +79,12 @@ class Found:
 
 @dataclass
 class Ledger:
-    """Count what was checked and gather what broke, over a whole audit."""
+    """Count what was checked and gather what broke, over a whole audit.
+
+    Attributes:
+        apart: parameters of which the steps that were judged left the ranks different copies; ``None``
+            among them where one was left out by some ranks only, so that all may differ.
+    """
 
     checked: Counter[str] = field(default_factory=Counter)
     broken: Counter[str] = field(default_factory=Counter)
@@ -89,6 +94,7 @@ class Ledger:
     lost: dict[str, Counter[str]] = field(default_factory=lambda: {law: Counter() for law in LAWS})
     worst: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LAWS, 0.0))
     found: list[Found] = field(default_factory=list)
+    apart: frozenset[int | None] = frozenset()
 
     def lack(self, law: str, lack: Lack, count: int = 1) -> None:
         """Count something that could not be judged."""

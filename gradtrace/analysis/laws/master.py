@@ -73,21 +73,26 @@ def check_overflow(scene: Scene) -> None:
     trained = [p for p in alignment.parameters if p.trainable and p.group is not None]
     if not flagged or not all(p.captured for p in trained):
         return
-    if all(scene.replicated(rank) for rank in scene.ranks):
-        alone = [(rank, _finite_norm(scene, (rank,), trained, "reduced")) for rank in flagged]
-        norms = {rank: norm for rank, norm in alone if norm is not None}
-    elif len(scene.ranks) == alignment.trace.manifest.world_size:
-        norm = _finite_norm(scene, scene.ranks, trained, "accumulated")
-        norms = {} if norm is None else {flagged[0]: norm}
-    else:
+    replicated = all(scene.replicated(rank) for rank in scene.ranks)
+    # Ranks that disagree decide each by itself; the others may have been told of an overflow elsewhere.
+    alone = replicated and len(flagged) < len(scene.ranks)
+    if not alone and len(scene.ranks) != alignment.trace.manifest.world_size:
         return
+    point = "reduced" if replicated else "accumulated"
+    groups = [(rank,) for rank in flagged] if alone else [scene.ranks]
+    norms = {
+        ranks: norm
+        for ranks in groups
+        if (norm := _finite_norm(scene, ranks, trained, point)) is not None
+    }
     if not norms:
         return
-    guilty = next(iter(norms)) if len(norms) == 1 and len(flagged) < len(scene.ranks) else None
+    (ranks, norm), *_ = norms.items()
+    guilty = ranks[0] if alone and len(norms) == 1 else None
     place = Place(LAW, scene.step, None, guilty, None, "master_grad")
     detail = (
         "The step was left out as overflowed, but every gradient that was accumulated is finite "
-        f"(norm {next(iter(norms.values())):.6g}): what became infinite or NaN did so after that."
+        f"(norm {norm:.6g}): what became infinite or NaN did so after that."
     )
     simple_finding(scene, place, "non_finite", detail)
 
@@ -95,19 +100,22 @@ def check_overflow(scene: Scene) -> None:
 def _finite_norm(
     scene: Scene, ranks: Sequence[int], trained: Sequence[Parameter], point: str
 ) -> float | None:
-    """Return the norm of what ranks had at a point that is the last before the optimizer.
+    """Return the largest norm of what ranks had at a point that is the last before the optimizer.
+
+    Where each holds a part, it is the norm of all parts.
 
     Returns:
         ``None`` where it is not finite in float32, was not recorded whole, or was recorded again as
         given to the optimizer.
     """
     alignment = scene.alignment
-    squares = 0.0
+    squares: list[float] = []
     for rank in ranks:
         if scene.lack(point, None, rank) or scene.lack("master_grad", None, rank):
             return None
         if alignment.records(scene.step, "master_grad", rank):
             return None
+        squares.append(0.0)
         for parameter in trained:
             events = alignment.step_events(scene.step, point, rank, parameter.index)
             for span in alignment.own_spans(rank, parameter.index):
@@ -115,8 +123,9 @@ def _finite_norm(
                 values = alignment.cut(events[-1], span.param_offset, stop) if events else None
                 if values is None or not np.isfinite(values).all():
                     return None
-                squares += float(values @ values)
-    norm = math.sqrt(squares)
+                squares[-1] += float(values @ values)
+    whole = max(squares) if point == "reduced" else math.fsum(squares)
+    norm = math.sqrt(whole)
     return norm if norm < LARGEST_NORM else None
 
 

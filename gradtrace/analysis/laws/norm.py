@@ -35,6 +35,30 @@ def gradient_norm(scene: Scene, rank: int) -> Norm | Lack:
     return scene.norms[members]
 
 
+def averaged_norm(scene: Scene, rank: int) -> Norm | Lack:
+    """Return the mean of the norms of a group's ranks, as a plain optimizer of stage 0 is clipped with.
+
+    The ranks' gradients are the same unless something broke before, and then their norms are not.
+    """
+    if not scene.replicated(rank):
+        return gradient_norm(scene, rank)
+    members = scene.alignment.header(rank).dp_ranks
+    if not set(members) <= set(scene.ranks):
+        return Lack("skip", "ranks of the group are not in the trace")
+    norms: list[Norm] = []
+    for member in members:
+        norm = gradient_norm(scene, member)
+        if isinstance(norm, Lack):
+            return norm
+        norms.append(norm)
+    # The mean of numbers that are not negative: no error of it is relatively larger than theirs.
+    return Norm(
+        math.fsum(norm.value for norm in norms) / len(norms),
+        max(norm.relative for norm in norms),
+        max(norm.absolute for norm in norms),
+    )
+
+
 def _gradient_norm(scene: Scene, members: tuple[int, ...]) -> Norm | Lack:
     alignment = scene.alignment
     if not set(members) <= set(scene.ranks):

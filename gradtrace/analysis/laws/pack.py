@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, add_up, breaks, cast, either, exact, zeros
 from gradtrace.analysis.hypotheses import Hypothesis, micro_step_hypotheses
@@ -103,10 +105,11 @@ def _check_span(scene: Scene, event: Event, start: int, stop: int) -> None:
 def added_later(
     scene: Scene, event: Event, start: int, stop: int
 ) -> tuple[tuple[int, Estimate], ...]:
-    """Return the last micro-step of a bucket of one rank, where the bucket holds all but that.
+    """Return the last micro-step of a bucket of one rank, where it is added after the collective.
 
-    Whether it is added before or after the collective makes no difference then: where it is added at
-    all is for ``master`` to judge.
+    The bucket holds all but that, and the optimizer is given all: on one rank it makes no difference
+    when it is added. What the optimizer is not given either was lost here. Where that is not recorded,
+    as in a step that is left out, the bucket is not judged.
     """
     if len(scene.alignment.header(event.record.rank).dp_ranks) != 1:
         return ()
@@ -119,7 +122,26 @@ def added_later(
         return ()
     parts = [part for _, part in source.parts[:-1]]
     rest = add_up(parts, source.dtype) if parts else zeros(stop - start)
-    return () if breaks(found, rest).any() else ((number, now),)
+    if breaks(found, rest).any() or _is_lost(scene, event, start, stop):
+        return ()
+    return ((number, now),)
+
+
+def _is_lost(scene: Scene, event: Event, start: int, stop: int) -> bool:
+    """Say whether the optimizer is given what left the collective, and nothing that was added since."""
+    record = event.record
+    given = scene.alignment.events(scene.step, None, "master_grad", record.rank, event.param)
+    left = [
+        one
+        for one in scene.alignment.step_events(scene.step, "reduced", record.rank, event.param)
+        if one.record.order > record.order
+    ]
+    if not given or not left:
+        return False
+    values = [scene.alignment.cut(one, start, stop) for one in (given[-1], left[0])]
+    if values[0] is None or values[1] is None:
+        return False
+    return bool(np.array_equal(values[0], values[1], equal_nan=True))
 
 
 def _source(scene: Scene, event: Event, start: int, stop: int) -> _Source | Lack:

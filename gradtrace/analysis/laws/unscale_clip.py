@@ -22,7 +22,7 @@ from gradtrace.analysis.align import Event
 from gradtrace.analysis.bounds import Estimate, exact, gamma, is_power_of_two, underflow
 from gradtrace.analysis.hypotheses import FEWEST_FREE, Hypothesis, weighted
 from gradtrace.analysis.laws.common import Lack, Norm, Place, Scene, check, simple_finding
-from gradtrace.analysis.laws.norm import LARGEST_NORM, gradient_norm
+from gradtrace.analysis.laws.norm import LARGEST_NORM, averaged_norm, gradient_norm
 from gradtrace.trace.dtypes import DTYPES, Dtype, Float64
 from gradtrace.trace.records import Json
 from gradtrace.trace.schema import decode_float
@@ -174,7 +174,7 @@ def _clip_norm(scene: Scene, rank: int, given: Event | None, scale: float) -> No
     reported = _number(scene.alignment.step_end(scene.step, rank).facts.get("grad_norm"))
     value = used / scale if used is not None else reported
     if value is None:
-        norm = gradient_norm(scene, rank)
+        norm = averaged_norm(scene, rank)
         if isinstance(norm, Lack):
             return norm
         norm = Norm(norm.value / scale, norm.relative, norm.absolute / scale)

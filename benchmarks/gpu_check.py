@@ -1,10 +1,11 @@
 """Check on one GPU that tracing changes nothing: two ranks share it through gloo.
 
-    torchrun --nproc-per-node 2 benchmarks/gpu_check.py OUT_DIR [NAME ...]
+    torchrun --nproc-per-node 2 benchmarks/gpu_check.py OUT_DIR [--every-point] [NAME ...]
 
 For each of `runs` (or those whose names contain one of the given words): trains untraced twice (the
 control: a GPU need not repeat itself) and traced once, compares losses, norms and weights bitwise,
-audits the trace, and prints one line of JSON.
+audits the trace, and prints one line of JSON. With ``--every-point`` weights and the optimizer's state
+are recorded whole, so that the laws `update` and `publish` are checked too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import deepspeed
 import torch
 
 import gradtrace
+from gradtrace.trace.points import POINT_NAMES
 
 STEPS, MICRO_STEPS, WIDTH, LAYERS = 4, 4, 512, 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,7 +67,9 @@ def runs() -> Iterator[Run]:
     yield Run("z3-bf16-offload-param", 3, "bf16", {"overlap_comm": True, **parameters})
 
 
-def train(run: Run, out_dir: Path | None) -> tuple[Any, list[float]]:
+def train(
+    run: Run, out_dir: Path | None, points: Sequence[str] | None = None
+) -> tuple[Any, list[float]]:
     """Train once; return what must be bitwise equal, and the seconds of each step."""
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
@@ -87,7 +91,9 @@ def train(run: Run, out_dir: Path | None) -> tuple[Any, list[float]]:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    tracer = None if out_dir is None else gradtrace.wrap(engine, out_dir, on_error="raise")
+    tracer = None
+    if out_dir is not None:
+        tracer = gradtrace.wrap(engine, out_dir, points=points, on_error="raise")
     data = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
     dtype = DTYPES[run.dtype]
     seen: list[Any] = []
@@ -118,13 +124,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"  # both ranks share the one GPU
     out_dir, words = Path(sys.argv[1]), sys.argv[2:]
+    points = None
+    if "--every-point" in words:
+        words.remove("--every-point")
+        points = POINT_NAMES
     deepspeed.init_distributed(dist_backend="gloo")
     for run in runs():
         if words and not any(word in run.name for word in words):
             continue
         first, _ = train(run, None)
         control, plain_s = train(run, None)
-        traced, traced_s = train(run, out_dir / run.name)
+        traced, traced_s = train(run, out_dir / run.name, points)
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             result = gradtrace.audit(out_dir / run.name)
@@ -133,6 +143,9 @@ def main() -> None:
                 "control_repeats": _alike(first, control),
                 "traced_is_bitwise_untraced": _alike(traced, control),
                 "audit": result.verdict,
+                "checked": {
+                    law: count.checked for law, count in result.laws.items() if count.checked
+                },
                 "first": None if result.first is None else result.first.to_dict(),
                 "notes": [] if result.verdict == "pass" else list(result.notes)[:5],
                 "step_s": {

@@ -91,6 +91,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def printed(command: Sequence[str], variables: Mapping[str, str], directory: Path) -> str:
+    """Run a training, and return what it printed.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; what it said of that was passed on.
+    """
+    done = subprocess.run(
+        command, env=variables, cwd=directory, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+    return done.stdout
+
+
 def gradtrace_run(python: Path | str, trace: Path, script: Path, *args: str) -> Sequence[str]:
     """Return the command ``gradtrace run`` without DeepSpeed's shared-memory operator.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -97,18 +96,12 @@ def replay(run: Run, directory: Path, trace: Path) -> Outcome:
     release = install.ensure(run.deepspeed, directory)
     before = [] if run.swapped is None else [environments.package(directory, *run.swapped)]
     words = ("--stage", run.stage, "--batch", run.batch, "--accumulation", run.accumulation)
-    done = subprocess.run(
+    told = environments.printed(
         environments.gradtrace_run(python, trace, SCRIPT, *map(str, words)),
-        env=environments.variables(release, *before, port=environments.free_port()),
-        cwd=trace.parent,
-        capture_output=True,
-        text=True,
-        check=False,
+        environments.variables(release, *before, port=environments.free_port()),
+        trace.parent,
     )
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        done.check_returncode()
-    norms = tuple(float(n) for n in re.findall(r"'grad_norm': '?([0-9.e+-]+)", done.stdout))
+    norms = tuple(float(n) for n in re.findall(r"'grad_norm': '?([0-9.e+-]+)", told))
     return Outcome(norms, gradtrace.audit(trace))
 
 

@@ -131,7 +131,7 @@ def finetune(
     port = environments.free_port()
     sample = [] if perturb is None else ["--perturb-ulp", str(perturb)]
     script = [str(HERE / "finetune.py"), "--model", str(model), "--data", str(model / "train.json")]
-    done = subprocess.run(
+    told = environments.printed(
         [
             *(str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
             *("--master-port", str(port), "-m", "cases.without_shm", "run", "-o", str(trace)),
@@ -139,16 +139,10 @@ def finetune(
             *(["--use-cpu"] if pair.deepspeed is None else []),
             *(["--load-first"] if pair.load_first else []),
         ],
-        env={**environments.variables(release, *before, port=port), "LOCAL_SIZE": str(ranks)},
-        cwd=trace.parent,
-        capture_output=True,
-        text=True,
-        check=False,
+        {**environments.variables(release, *before, port=port), "LOCAL_SIZE": str(ranks)},
+        trace.parent,
     )
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        done.check_returncode()
-    return tuple(float(loss) for loss in re.findall(r"'loss': '?([0-9.e+-]+)", done.stdout))
+    return tuple(float(loss) for loss in re.findall(r"'loss': '?([0-9.e+-]+)", told))
 
 
 def replay(

@@ -51,6 +51,16 @@ def test_demo_blames_zero2(demo: tuple[Path, dict[str, Any]]) -> None:
     assert body["audits"]["candidate"]["verdict"] == "pass"
 
 
+def test_the_readme_shows_what_the_demo_finds(demo: tuple[Path, dict[str, Any]]) -> None:
+    _, body = demo
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    for side, broken in (("baseline", "accumulate, end_to_end"), ("candidate", "none")):
+        checks = sum(law["checked"] for law in body["audits"][side]["laws"].values())
+        assert f"{broken} broken in {checks} checks\n" in readme
+    first = body["diff"]["first"]
+    assert f"  parameter  {first['param']}\n  element    {first['index']}\n" in readme
+
+
 def test_demo_leaves_traces_to_explore(
     demo: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

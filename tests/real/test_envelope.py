@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -129,8 +130,10 @@ def test_accumulating_by_hand_with_divided_losses(bf16: bool, tmp_path: Path) ->
 TOKENS = ((7, 1, 5, 5, 2, 2, 3, 7), (4, 4, 1, 1, 6, 7, 2, 2))
 
 
-def _by_tokens(rank: int, setup: Setup, out_dir: Path) -> None:
-    """Train with losses that are averaged over each micro-batch's own tokens."""
+def _by_tokens(
+    rank: int, setup: Setup, out_dir: Path, over: Literal["micro_batch", "rank"] = "micro_batch"
+) -> None:
+    """Train with losses that are averaged over each micro-batch's own tokens, or over the rank's."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     engine = initialize(setup)
@@ -142,8 +145,10 @@ def _by_tokens(rank: int, setup: Setup, out_dir: Path) -> None:
             mask = torch.arange(7)[None] < torch.tensor(TOKENS[rank])[:, None]
             for rows in torch.arange(8).chunk(setup.micro_steps):
                 error = (engine(inputs[rows]) - targets[rows]).square().mean(dim=2)
-                counted = mask[rows]
-                loss = (error * counted).sum() / counted.sum()
+                counted = (
+                    mask[rows].sum() if over == "micro_batch" else mask.sum() / setup.micro_steps
+                )
+                loss = (error * mask[rows]).sum() / counted
                 engine.backward(loss)
                 engine.step()
 
@@ -177,7 +182,7 @@ def test_the_mean_of_means_with_the_same_cut(tmp_path: Path) -> None:
     """One run weighs by tokens, the other not: one factor for each micro-step of each rank."""
     setup = Setup(2, micro_steps=4, batch=2, steps=1)
     run_ranks(2, _by_tokens, setup, tmp_path / "means")
-    run_ranks(2, _by_all_tokens, setup, tmp_path / "sums")
+    run_ranks(2, _by_tokens, setup, tmp_path / "sums", "rank")
     result = gradtrace.diff(tmp_path / "means", tmp_path / "sums")
     assert result.first is not None and result.blame is not None
     assert (result.first.micro_step, result.first.point) == (0, "local_grad")
@@ -187,21 +192,3 @@ def test_the_mean_of_means_with_the_same_cut(tmp_path: Path) -> None:
     shares = [sum(TOKENS[1][at : at + 2]) * 4 / sum(TOKENS[1]) for at in range(0, 8, 2)]
     told = ", ".join(f"{share:.6g} in micro-step {at}" for at, share in enumerate(shares))
     assert f"Candidate over baseline on rank 1: {told}." in result.blame.detail
-
-
-def _by_all_tokens(rank: int, setup: Setup, out_dir: Path) -> None:
-    """Train as `_by_tokens` does, with each loss a share of all of the rank's tokens."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    engine = initialize(setup)
-    with gradtrace.wrap(engine, out_dir, on_error="raise"):
-        for step in range(setup.steps):
-            data = torch.Generator().manual_seed(step * 2 + rank)
-            inputs = torch.randn(8, 7, 7, generator=data).to(setup.dtype)
-            targets = torch.randn(8, 7, 5, generator=data).to(setup.dtype)
-            mask = torch.arange(7)[None] < torch.tensor(TOKENS[rank])[:, None]
-            for rows in torch.arange(8).chunk(setup.micro_steps):
-                error = (engine(inputs[rows]) - targets[rows]).square().mean(dim=2)
-                loss = (error * mask[rows]).sum() / mask.sum() * setup.micro_steps
-                engine.backward(loss)
-                engine.step()
